@@ -1,0 +1,28 @@
+"""The harness is stricter than production: strict dtype and rank promotion, warnings are errors."""
+
+import os
+
+os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
+
+import jax
+import pytest
+
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+jax.config.update("jax_numpy_rank_promotion", "raise")
+
+
+def pytest_collection_modifyitems(config, items):
+    """Deselect `gpu` and `slow` tests unless a -m expression asks for them."""
+    if config.option.markexpr:
+        return
+    kept = [item for item in items if not ({"gpu", "slow"} & set(item.keywords))]
+    config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+    items[:] = kept
+
+
+@pytest.fixture(scope="session")
+def golden():
+    """Directory of the recorded outputs of independent implementations."""
+    from pathlib import Path
+
+    return Path(__file__).parent / "golden"
