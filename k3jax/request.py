@@ -14,7 +14,7 @@ FinishReason = Literal["stop", "length", "abort", "error"]
 
 
 def _check(name: str, value: float | int, low: float, high: float, open_low: bool = False) -> None:
-    """Raise ValueError unless low <= value <= high (low < value if `open_low`); NaN never passes."""
+    """Raise ValueError unless low <= value <= high (or low < value); NaN never passes."""
     if (low < value if open_low else low <= value) and value <= high:
         return
     bracket = "(" if open_low else "["
@@ -22,7 +22,7 @@ def _check(name: str, value: float | int, low: float, high: float, open_low: boo
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """How one request is sampled; a field out of range raises ValueError (ValidationError on decode).
+    """How one request is sampled; a field out of range raises ValueError.
 
     Presence and frequency penalties count generated tokens; the repetition penalty looks at prompt
     and generated tokens. Log probabilities are those of the raw logits: before temperature,
@@ -69,7 +69,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             _check(f"logit_bias of token {token}", bias, -100.0, 100.0)
 
     def check_vocabulary(self, vocab_size: int) -> None:
-        """Raise ValueError if a token id in logit_bias or stop_token_ids is not in [0, vocab_size)."""
+        """Raise ValueError if logit_bias or stop_token_ids name an id not in [0, vocab_size)."""
         for token in self.logit_bias:
             _check("token id in logit_bias", token, 0, vocab_size - 1)
         for token in self.stop_token_ids:
