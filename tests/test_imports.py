@@ -1,0 +1,115 @@
+"""Imports point one way: serve -> engine -> executor -> model -> pallas_kernels; the host needs no jax."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PACKAGES = ("k3jax", "pallas_kernels")
+
+# Lower may not import higher. A module takes the level of its longest listed prefix.
+LEVELS = {
+    "pallas_kernels": 0,
+    "k3jax": 1,
+    "k3jax.config": 1,
+    "k3jax.request": 1,
+    "k3jax.pages": 1,
+    "k3jax.tokenizer": 1,
+    "k3jax.chat": 2,
+    "k3jax.parallel": 1,
+    "k3jax.params": 2,
+    "k3jax.cache": 2,
+    "k3jax.model": 3,
+    "k3jax.sampling": 3,
+    "k3jax.checkpoint": 3,
+    "k3jax.convert": 4,
+    "k3jax.decode": 4,
+    "k3jax.scheduler": 5,
+    "k3jax.engine": 6,
+    "k3jax.lm": 7,
+    "k3jax.serve": 8,
+}
+HOST_ONLY = [
+    "k3jax",
+    "k3jax.config",
+    "k3jax.request",
+    "k3jax.pages",
+    "k3jax.scheduler",
+    "k3jax.tokenizer",
+    "k3jax.chat",
+    "k3jax.serve.app",
+    "k3jax.serve.front",
+    "k3jax.serve.link",
+    "k3jax.serve.protocol",
+]
+
+
+def modules():
+    for package in PACKAGES:
+        for path in sorted((ROOT / package).rglob("*.py")):
+            parts = path.relative_to(ROOT).with_suffix("").parts
+            yield ".".join(parts[:-1] if parts[-1] == "__init__" else parts), path
+
+
+def imported(path, *, top_level_only=False):
+    """Dotted names that the file imports; `from a import b` counts as a and a.b."""
+    tree = ast.parse(path.read_text())
+    nodes = tree.body if top_level_only else ast.walk(tree)
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: write absolute imports"
+            yield node.module
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def level(name):
+    while name not in LEVELS:
+        name = name.rpartition(".")[0]
+    return LEVELS[name]
+
+
+def test_imports_only_go_down():
+    wrong = [
+        f"{name} imports {target}"
+        for name, path in modules()
+        for target in imported(path, top_level_only=True)
+        if target.split(".")[0] in PACKAGES and level(target) > level(name)
+    ]
+    assert not wrong
+
+
+def test_pallas_stays_behind_its_door():
+    wrong = []
+    for name, path in modules():
+        for target in imported(path):
+            if not target.startswith("jax.experimental.pallas"):
+                continue
+            triton = target.startswith("jax.experimental.pallas.triton")
+            if (
+                not name.startswith("pallas_kernels")
+                or name.endswith("_reference")
+                or (triton and name != "pallas_kernels.launch")
+            ):
+                wrong.append(f"{name} imports {target}")
+    assert not wrong
+
+
+def test_kernels_know_nothing_of_the_server():
+    wrong = [
+        f"{name} imports {target}"
+        for name, path in modules()
+        for target in imported(path)
+        if name.startswith("pallas_kernels") and target.split(".")[0] == "k3jax"
+    ]
+    assert not wrong
+
+
+@pytest.mark.parametrize("name", HOST_ONLY)
+def test_host_modules_need_no_jax(name):
+    code = f"import sys, {name}; sys.exit('jax' in sys.modules or 'jaxlib' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=60).returncode == 0
