@@ -1,0 +1,48 @@
+"""The only door to the Pallas backend.
+
+JAX deprecates the Triton backend of Pallas, and it is the one that runs on ROCm: everything that
+touches it passes through this module, so that another backend means another version of this file.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as backend
+
+load = backend.load
+store = backend.store
+atomic_add = backend.atomic_add
+atomic_or = backend.atomic_or
+atomic_cas = backend.atomic_cas
+atomic_xchg = backend.atomic_xchg
+approx_tanh = backend.approx_tanh
+inline_asm = backend.elementwise_inline_asm
+
+
+def launch(
+    kernel: Callable[..., None],
+    *operands: Any,
+    name: str,
+    grid: tuple[int, ...],
+    out_shape: Any,
+    interpret: bool,
+    num_warps: int = 4,
+    num_stages: int = 1,
+    aliases: Mapping[int, int] | None = None,
+) -> Any:
+    """Launch `kernel(*operand_refs, *output_refs)` once over `grid`.
+
+    Every ref is a whole array: kernels slice with `pl.ds`, because blocked operands are copied
+    whole at each grid step in interpret mode. `aliases` maps operand to output positions that
+    share memory. `interpret` runs the kernel as plain JAX, program by program, in grid order.
+    """
+    return pl.pallas_call(
+        kernel,
+        name=name,
+        grid=grid,
+        out_shape=out_shape,
+        interpret=interpret,
+        input_output_aliases=dict(aliases or {}),
+        compiler_params=backend.CompilerParams(num_warps=num_warps, num_stages=num_stages),
+    )(*operands)
