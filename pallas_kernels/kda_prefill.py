@@ -1,0 +1,45 @@
+"""KDA prefill: a chunk of a prompt per request, in the chunkwise (WY) form."""
+
+from __future__ import annotations
+
+import jax
+
+from pallas_kernels.impl import Impl, require_impl
+from pallas_kernels.kda_prefill_reference import kda_prefill_reference
+from pallas_kernels.kda_types import KdaCache, KdaRows, KdaWeights
+
+
+def kda_prefill(
+    rows: KdaRows,
+    weights: KdaWeights,
+    cache: KdaCache,
+    slots: jax.Array,  # i32[B]
+    accepted: jax.Array,  # i32[B]
+    fresh: jax.Array,  # bool[B]
+    *,
+    lengths: jax.Array,  # i32[B]
+    lower_bound: float | None,
+    norm_eps: float,
+    impl: Impl,
+) -> tuple[jax.Array, KdaCache, jax.Array, jax.Array]:
+    """Commit each slot's accepted pending rows, then run and commit lengths[b] new rows.
+
+    A fresh request starts from a zero conv window and state whatever its slot held, and replays
+    nothing. Rows at lengths[b] and beyond are padding: they may hold NaN, and their outputs are
+    zero. Pending rows are left as they were: the caller sets the accepted counts to zero. Slots
+    as in `kda_decode`.
+
+    Returns (out [B, T, H*V], cache, flags bool[B], health u32[]) as `kda_decode` does.
+    """
+    require_impl("kda_prefill", impl)
+    return kda_prefill_reference(
+        rows,
+        weights,
+        cache,
+        slots,
+        accepted,
+        fresh,
+        lengths=lengths,
+        lower_bound=lower_bound,
+        norm_eps=norm_eps,
+    )

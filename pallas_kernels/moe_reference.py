@@ -1,0 +1,90 @@
+"""Plain-jnp router and routed experts."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.activation import Activation, gated
+from pallas_kernels.linear_reference import dot_f32
+from pallas_kernels.moe_types import DenseBank, Mxfp4Bank
+from pallas_kernels.mxfp4 import dequantize
+
+SUM_EPS = 1e-20
+WIDEST_TILE = 64  # rows of one expert worked on at once
+
+
+def route_reference(
+    x: jax.Array,
+    weight: jax.Array,
+    bias: jax.Array,
+    *,
+    top_k: int,
+    scaling: float,
+    renormalize: bool,
+) -> tuple[jax.Array, jax.Array]:
+    """See `pallas_kernels.route`."""
+    scores = jax.nn.sigmoid(dot_f32(x, weight))
+    biased = scores + bias[None]
+    # NaN sorts last. A negative zero would sort below a zero, though they tie.
+    ranked = jnp.where(jnp.isnan(biased), -jnp.inf, jnp.where(biased == 0, 0.0, biased))
+    _, experts = lax.top_k(ranked, top_k)
+    chosen = jnp.take_along_axis(scores, experts, axis=1)
+    if renormalize:
+        chosen = chosen / (jnp.sum(chosen, axis=1, keepdims=True) + SUM_EPS)
+    return experts, chosen * scaling
+
+
+def moe_reference(
+    z: jax.Array,
+    experts: jax.Array,
+    weights: jax.Array,
+    bank: Mxfp4Bank | DenseBank,
+    *,
+    activation: Activation,
+) -> jax.Array:
+    """See `pallas_kernels.moe`."""
+    count = bank.w13.shape[0]
+    rows, choices = experts.shape
+    tile = _tile(rows, choices, count)
+    # Sort the (row, choice) pairs by expert, skipped ones last, and cut each run into tiles.
+    ids = jnp.where((experts >= 0) & (experts < count), experts, count).reshape(-1)
+    order = jnp.argsort(ids, stable=True).astype(jnp.int32)
+    begins = jnp.searchsorted(ids[order], jnp.arange(count + 1)).astype(jnp.int32)
+    tile_ends = jnp.cumsum((jnp.diff(begins) + tile - 1) // tile)
+
+    def body(index, out):
+        expert = jnp.searchsorted(tile_ends, index, side="right").astype(jnp.int32)
+        tiles_before = tile_ends[expert] - (begins[expert + 1] - begins[expert] + tile - 1) // tile
+        at = begins[expert] + (index - tiles_before) * tile + jnp.arange(tile, dtype=jnp.int32)
+        valid = at < begins[expert + 1]
+        pair = order[jnp.where(valid, at, 0)]
+        row = jnp.where(valid, pair // choices, rows)
+        tile_z = z.at[row].get(mode="fill", fill_value=0)
+        y = _expert(tile_z, bank, expert, activation) * weights.reshape(-1)[pair][:, None]
+        return out.at[row].add(y, mode="drop")
+
+    return lax.fori_loop(0, tile_ends[-1], body, jnp.zeros(z.shape, jnp.float32))
+
+
+def _tile(rows: int, choices: int, experts: int) -> int:
+    """Rows per tile: a power of two near four times an expert's mean load."""
+    load = max(4, 4 * rows * choices // experts)
+    return min(rows, WIDEST_TILE, 1 << (load - 1).bit_length())
+
+
+def _expert(
+    x: jax.Array, bank: Mxfp4Bank | DenseBank, expert: jax.Array, activation: Activation
+) -> jax.Array:
+    """Apply one expert to the rows of a tile: [tile, Z] -> f32[tile, Z]."""
+    one = jax.tree.map(
+        lambda leaf: lax.dynamic_index_in_dim(leaf, expert, axis=0, keepdims=False), bank
+    )
+    if isinstance(one, Mxfp4Bank):
+        w13 = dequantize(one.w13, one.w13_scale, x.dtype)
+        w2 = dequantize(one.w2, one.w2_scale, x.dtype)
+    else:
+        w13, w2 = one.w13, one.w2
+    gate, up = jnp.split(dot_f32(x, w13), 2, axis=1)
+    return dot_f32(gated(activation, gate, up).astype(x.dtype), w2)

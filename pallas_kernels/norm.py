@@ -1,0 +1,30 @@
+"""Normalizations in plain jnp, computed in float32."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+L2_EPS = 1e-6
+
+
+def rms_norm(x: jax.Array, weight: jax.Array, *, eps: float) -> jax.Array:
+    """Divide by the root mean square over the last axis and scale by `weight`.
+
+    x: [..., D]; weight: [D]. Returns x.dtype. eps is added to the mean of the squares.
+    """
+    wide = x.astype(jnp.float32)
+    scale = lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
+    scaled = wide * scale * jnp.expand_dims(weight.astype(jnp.float32), range(x.ndim - 1))
+    return scaled.astype(x.dtype)
+
+
+def l2_norm(x: jax.Array) -> jax.Array:
+    """Divide by the Euclidean norm over the last axis.
+
+    x: [..., D]. Returns x.dtype. 1e-6 is added to the sum of the squares, inside the root.
+    """
+    wide = x.astype(jnp.float32)
+    scale = lax.rsqrt(jnp.sum(wide * wide, axis=-1, keepdims=True) + L2_EPS)
+    return (wide * scale).astype(x.dtype)
