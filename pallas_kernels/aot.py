@@ -1,0 +1,146 @@
+"""Compile the kernels for AMD GPUs on a machine that has none, and print what they use.
+
+`python -m pallas_kernels.aot [--arch gfx950 gfx942] [--op NAME] [--case NAME]`: lowers each case
+for ROCm, takes the Triton IR out of the module, and compiles it with PyPI triton's AMD backend.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax import sharding
+
+ARCHS = ("gfx950", "gfx942")
+COLUMNS = (
+    "vgprs", "agprs", "spills", "scratch", "lds", "mfma", "code", "waves", "load_bytes",
+)  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class LoweredKernel:
+    """One Triton kernel of a lowered function: its IR as text and its launch parameters."""
+
+    name: str
+    text: str
+    grid: tuple[int, int, int]
+    num_warps: int
+    num_stages: int
+
+
+def lower_rocm(function: Callable[..., Any], *args: Any) -> jax.stages.Lowered:
+    """Lower `function` for ROCm; `args` are arrays or ShapeDtypeStructs. No GPU is needed."""
+    if hasattr(sharding, "AbstractDevice") and hasattr(sharding, "use_abstract_mesh"):
+        # From JAX 0.11 on, the lowering asks which device it is for.
+        device = sharding.AbstractDevice("gfx950", 256, "rocm")
+        mesh = sharding.AbstractMesh((1,), ("aot",), abstract_device=device)
+        with sharding.use_abstract_mesh(mesh):
+            return jax.jit(function).trace(*args).lower(lowering_platforms=("rocm",))
+    return jax.jit(function).trace(*args).lower(lowering_platforms=("rocm",))
+
+
+def _triton_calls(operation: Any) -> Iterator[Any]:
+    for region in operation.regions:
+        for block in region.blocks:
+            for child in block.operations:
+                yield from _triton_calls(child.operation)
+                if child.operation.name == "stablehlo.custom_call":
+                    target = child.operation.attributes["call_target_name"].value
+                    if target == "__gpu$xla.gpu.triton":
+                        yield child.operation
+
+
+def triton_kernels(lowered: jax.stages.Lowered) -> list[LoweredKernel]:
+    """The Triton kernels of a module lowered for a GPU, each once, in program order."""
+    # jaxlib alone can read the bytecode: it is tied to jaxlib's version of the dialect.
+    from jaxlib.mlir import ir
+    from jaxlib.triton import dialect
+
+    kernels: dict[tuple, LoweredKernel] = {}
+    for call in _triton_calls(lowered.compiler_ir().operation):
+        config = call.attributes["mhlo.backend_config"]
+        context = ir.Context()
+        context.allow_unregistered_dialects = True
+        dialect.register_dialect(context)
+        with context:
+            text = str(ir.Module.parse(config["ir"].value_bytes))
+        # A cache hint, which triton 3.9 spells otherwise.
+        text = re.sub(r" evictionPolicy = \w+", "", text)
+        grid = tuple(config[f"grid_{axis}"].value for axis in "xyz")
+        kernel = LoweredKernel(
+            name=config["name"].value,
+            text=text,
+            grid=grid,  # type: ignore[arg-type]
+            num_warps=config["num_warps"].value,
+            num_stages=config["num_stages"].value,
+        )
+        kernels.setdefault((kernel.name, kernel.text), kernel)
+    return list(kernels.values())
+
+
+class AmdCompiler:
+    """A child process that compiles Triton IR; `python` is an interpreter that has triton."""
+
+    def __init__(self, python: str = sys.executable):
+        script = Path(__file__).with_name("aot_compile.py")
+        self._directory = tempfile.TemporaryDirectory()
+        self._process = subprocess.Popen(
+            [python, "-P", str(script)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={"PATH": "/usr/bin:/bin", "TRITON_CACHE_DIR": self._directory.name, "HOME": "/tmp"},
+        )
+
+    def __enter__(self) -> AmdCompiler:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._process.communicate()
+        self._directory.cleanup()
+
+    def __call__(self, kernel: LoweredKernel, arch: str, assembly: str | None = None) -> dict:
+        """Resources of `kernel` on `arch`, or {"error": text}; `assembly` names a file to write."""
+        stdin, stdout = self._process.stdin, self._process.stdout
+        if stdin is None or stdout is None:
+            raise RuntimeError("the compiler process has no pipes")
+        path = Path(self._directory.name) / "kernel.ttir"
+        path.write_text(kernel.text)
+        request = {
+            "path": str(path),
+            "arch": arch,
+            "warps": kernel.num_warps,
+            "stages": kernel.num_stages,
+            "assembly": assembly,
+        }
+        stdin.write(json.dumps(request) + "\n")
+        stdin.flush()
+        answer = stdout.readline()
+        if not answer:
+            return {"error": "the compiler process died"}
+        return json.loads(answer)
+
+
+def compile_function(
+    function: Callable[..., Any], *args: Any, compiler: AmdCompiler, archs: Sequence[str] = ARCHS
+) -> list[dict]:
+    """One row per kernel of `function` and architecture: name, arch, grid, warps, resources."""
+    rows = []
+    for kernel in triton_kernels(lower_rocm(function, *args)):
+        for arch in archs:
+            row = {
+                "kernel": kernel.name,
+                "arch": arch,
+                "programs": kernel.grid[0] * kernel.grid[1] * kernel.grid[2],
+                "warps": kernel.num_warps,
+            }
+            rows.append(row | compiler(kernel, arch))
+    return rows
