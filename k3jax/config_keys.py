@@ -149,7 +149,7 @@ def read_layer_lists(keys: KeyReader, num_layers: int) -> tuple[Mixer, ...]:
         value = keys.get(name)
         if not isinstance(value, list) or any(type(each) is not int for each in value):
             keys.problem(f"{name} must be a list of layer numbers, not {value!r}")
-            return ("kda",) * num_layers
+            return ()
         lists[name] = value
         if len(set(value)) != len(value):
             keys.problem(f"{name} names layers twice: {_repeated(value)}")
