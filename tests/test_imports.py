@@ -23,7 +23,7 @@ LEVELS = {
     "k3jax.params": 2,
     "k3jax.cache": 2,
     "k3jax.model": 3,
-    "k3jax.sampling": 3,
+    "k3jax.sampling": 2,
     "k3jax.checkpoint": 3,
     "k3jax.convert": 4,
     "k3jax.decode": 4,
