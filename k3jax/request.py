@@ -109,3 +109,19 @@ class Delta(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=Fa
     prompt_tokens: int = 0
     cached_tokens: int = 0
     completion_tokens: int = 0  # generated so far, the stop token included
+
+
+class Stats(msgspec.Struct, frozen=True, kw_only=True):
+    """Where the engine stands, and counters since its start."""
+
+    waiting: int
+    running: int
+    slots_in_use: int
+    slots: int
+    pages_in_use: int
+    pages: int
+    prompt_tokens: int  # computed; those computed again after a preemption count again
+    generated_tokens: int
+    preemptions: int
+    finished: dict[str, int]  # by finish reason
+    steps: dict[str, int]  # by "path/reason"
