@@ -1,0 +1,270 @@
+"""Decides what the next step runs; no arrays, no jax, no clock: a decision follows from the calls.
+
+A step is either prefill chunks or one row (with drafts: several) of each decoding request, never
+both. Requests wait in order, run while they hold a slot, and are preempted latest first when pages
+run out: their pages are freed and prompt and generated tokens are prefilled again later.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence as Items
+from dataclasses import dataclass, field
+
+from k3jax.pages import PageAllocator
+from k3jax.request import SamplingParams
+
+STEP_COST = 256  # a step's fixed cost in tokens: below this many, reading the weights dominates
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """A request on its way; the engine appends to `tokens`, the scheduler changes the rest."""
+
+    request_id: str
+    tokens: list[int]  # the prompt, then what was generated and read back
+    prompt_length: int
+    max_tokens: int
+    params: SamplingParams
+    stop_ids: tuple[int, ...] = ()
+    seed: int = 0
+    slot: int = 0  # 0: not running
+    pages: list[int] = field(default_factory=list)
+    pages_sent: int = 0  # of `pages`, how many the device's table holds
+    prefilled: int = 0  # tokens whose prefill was dispatched
+    target: int = 0  # tokens to prefill: all that were known when the slot was given
+    rows_in_flight: int = 0  # rows dispatched, not yet read, that may give a token each
+    steps_in_flight: int = 0  # steps of those rows; each gives one token or more
+    done: bool = False
+
+    @property
+    def generated(self) -> int:
+        """Tokens generated and read back."""
+        return len(self.tokens) - self.prompt_length
+
+    @property
+    def decodes(self) -> bool:
+        """Its prompt is in the caches, and tokens are missing even after those in flight."""
+        prefilled = self.slot > 0 and self.prefilled == self.target
+        return prefilled and self.generated + self.steps_in_flight < self.max_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Tokens [start, start + count) of one sequence; a chunk from 0 begins a slot's new tenancy."""
+
+    sequence: Sequence
+    start: int
+    count: int
+    final: bool  # it ends what is known: sample
+
+
+@dataclass(frozen=True, slots=True)
+class Prefill:
+    """Run these chunks in the bucket (requests, rows)."""
+
+    requests: int
+    rows: int
+    chunks: list[Chunk]
+    page_updates: list[tuple[int, int, int]]  # (slot, index in its table, page)
+
+
+@dataclass(frozen=True, slots=True)
+class Decode:
+    """Run the next rows of these sequences in the build (rows, requests)."""
+
+    requests: int
+    rows: int
+    sequences: list[Sequence]
+    page_updates: list[tuple[int, int, int]]
+
+
+class Scheduler:
+    """Waiting and running sequences, and the slots and pages that they hold."""
+
+    def __init__(
+        self,
+        allocator: PageAllocator,
+        *,
+        requests: int,
+        table_pages: int,
+        builds: Items[tuple[int, int]],
+        buckets: Items[tuple[int, int]],
+        token_budget: int | None = None,
+    ) -> None:
+        """Serve up to `requests` at a time, each of up to `table_pages` pages.
+
+        `builds` (rows, requests) and `buckets` (requests, tokens) are the compiled steps.
+        `token_budget` bounds the prompt tokens between two decode steps; None: the largest bucket.
+        """
+        self.allocator = allocator
+        self.table_pages = table_pages
+        self.builds = sorted(builds)
+        self.buckets = sorted(buckets, key=lambda bucket: (bucket[0] * bucket[1], bucket))
+        self.token_budget = token_budget or max(count * tokens for count, tokens in buckets)
+        self.slots = requests
+        self.waiting: deque[Sequence] = deque()
+        self.running: list[Sequence] = []  # in order of admission
+        self.preemptions = 0
+        self._prefilling: deque[Sequence] = deque()
+        self._free_slots = list(range(requests, 0, -1))
+        self._since_decode = 0  # prompt tokens since the last decode step
+
+    def add(self, sequence: Sequence) -> None:
+        """Queue a sequence; ValueError if it could never hold all its tokens."""
+        drafts = max(rows for rows, _ in self.builds) - 1
+        tokens = sequence.prompt_length + sequence.max_tokens - 1 + drafts
+        limit = min(self.allocator.capacity, self.table_pages)
+        if self.allocator.pages_for(tokens) > limit:
+            raise ValueError(
+                f"a prompt of {sequence.prompt_length} tokens and max_tokens "
+                f"{sequence.max_tokens} need {self.allocator.pages_for(tokens)} pages of "
+                f"{self.allocator.page_size} tokens; there are {limit}: ask for fewer tokens or "
+                "raise --cache-memory"
+            )
+        self.waiting.append(sequence)
+
+    def decide(self) -> Prefill | Decode | None:
+        """The next step, or None if nothing can run before the steps in flight are read."""
+        decodable = [sequence for sequence in self.running if sequence.decodes]
+        self._admit()
+        if self._prefilling:
+            bucket = choose_bucket(self.buckets, [s.target - s.prefilled for s in self._prefilling])
+            chunks = self._chunks(*bucket)
+            tokens = sum(chunk.count for chunk in chunks)
+            waited = self._since_decode
+            if not decodable or waited == 0 or waited + tokens <= self.token_budget:
+                self._since_decode += tokens
+                return self._prefill(bucket, chunks)
+        return self._decode(decodable) if decodable else None
+
+    def release(self, sequence: Sequence) -> None:
+        """Forget a sequence that waits or runs; its slot and pages are free at once."""
+        if sequence.done:
+            return
+        sequence.done = True
+        if sequence.slot:
+            self._stop(sequence)
+        else:
+            self.waiting.remove(sequence)
+
+    def _admit(self) -> None:
+        """Give slots, and pages for all known tokens, to the first that wait.
+
+        One page for each running sequence stays free, or the newcomer would soon be preempted.
+        """
+        while self.waiting and self._free_slots:
+            sequence = self.waiting[0]
+            needed = self.allocator.pages_for(len(sequence.tokens))
+            if needed + len(self.running) > self.allocator.free and self.running:
+                return
+            pages = self.allocator.allocate(needed)
+            if pages is None:
+                return
+            self.waiting.popleft()
+            sequence.slot, sequence.pages = self._free_slots.pop(), pages
+            sequence.target = len(sequence.tokens)
+            self.running.append(sequence)
+            self._prefilling.append(sequence)
+
+    def _chunks(self, requests: int, rows: int) -> list[Chunk]:
+        """What the first sequences in prefill would bring to a bucket."""
+        chunks = []
+        for sequence in list(self._prefilling)[:requests]:
+            count = min(rows, sequence.target - sequence.prefilled)
+            final = sequence.prefilled + count == sequence.target
+            chunks.append(Chunk(sequence, sequence.prefilled, count, final))
+        return chunks
+
+    def _prefill(self, bucket: tuple[int, int], chunks: list[Chunk]) -> Prefill:
+        """Commit to the chunks; who is not through goes behind the others, so none starves."""
+        updates: list[tuple[int, int, int]] = []
+        for chunk in chunks:
+            sequence = chunk.sequence
+            sequence.prefilled += chunk.count
+            self._prefilling.popleft()
+            if chunk.final:
+                sequence.rows_in_flight += 1
+                sequence.steps_in_flight += 1
+            else:
+                self._prefilling.append(sequence)
+            self._send_pages(sequence, sequence.prefilled, updates)
+        return Prefill(*bucket, chunks, updates)
+
+    def _decode(self, decodable: list[Sequence]) -> Decode | None:
+        """A row for each sequence that has, or gets by preemption, a page for it."""
+        rows, _ = self._build(1, len(decodable))
+        chosen = []
+        updates: list[tuple[int, int, int]] = []
+        for sequence in decodable:
+            end = len(sequence.tokens) - 1 + sequence.rows_in_flight + rows
+            if sequence.slot and self._reserve(sequence, end):
+                chosen.append(sequence)
+                self._send_pages(sequence, end, updates)
+        if not chosen:
+            return None
+        for sequence in chosen:
+            sequence.rows_in_flight += rows
+            sequence.steps_in_flight += 1
+        self._since_decode = 0
+        _, requests = self._build(rows, len(chosen))
+        return Decode(requests, rows, chosen, updates)
+
+    def _build(self, rows: int, requests: int) -> tuple[int, int]:
+        """The build of fewest rows, then requests, that holds so many of each."""
+        return next(build for build in self.builds if build[0] >= rows and build[1] >= requests)
+
+    def _reserve(self, sequence: Sequence, end: int) -> bool:
+        """Whether the sequence has pages for `end` tokens; the latest admitted make room for it."""
+        needed = self.allocator.pages_for(end)
+        if needed > self.table_pages:
+            return False  # the worst case of the rows in flight; once they are read it fits
+        while needed > len(sequence.pages):
+            pages = self.allocator.allocate(needed - len(sequence.pages))
+            if pages is not None:
+                sequence.pages += pages
+                continue
+            victim = self.running[-1]
+            self._preempt(victim)
+            if victim is sequence:
+                return False
+        return True
+
+    def _send_pages(
+        self, sequence: Sequence, end: int, updates: list[tuple[int, int, int]]
+    ) -> None:
+        """Add to `updates` the table entries that the device lacks for tokens below `end`."""
+        needed = self.allocator.pages_for(end)
+        for index in range(sequence.pages_sent, needed):
+            updates.append((sequence.slot, index, sequence.pages[index]))
+        sequence.pages_sent = max(needed, sequence.pages_sent)
+
+    def _preempt(self, sequence: Sequence) -> None:
+        """Put a running sequence back to the head of those that wait; its tokens are kept."""
+        self._stop(sequence)
+        self.waiting.appendleft(sequence)
+        self.preemptions += 1
+
+    def _stop(self, sequence: Sequence) -> None:
+        """Take slot and pages from a running sequence."""
+        self.running.remove(sequence)
+        if sequence.prefilled < sequence.target:
+            self._prefilling.remove(sequence)
+        self.allocator.release(sequence.pages)
+        self._free_slots.append(sequence.slot)
+        sequence.slot, sequence.pages = 0, []
+        sequence.pages_sent = sequence.prefilled = sequence.target = 0
+
+
+def choose_bucket(buckets: Items[tuple[int, int]], missing: Items[int]) -> tuple[int, int]:
+    """The bucket (requests, tokens) that gets most of the missing tokens done for its cost.
+
+    A step costs STEP_COST and its padded tokens; ties go to the first bucket.
+    """
+
+    def worth(bucket: tuple[int, int]) -> float:
+        requests, tokens = bucket
+        useful = sum(min(count, tokens) for count in missing[:requests])
+        return useful / (STEP_COST + requests * tokens)
+
+    return max(buckets, key=worth)
