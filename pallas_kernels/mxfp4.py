@@ -1,11 +1,16 @@
 """MXFP4: 4-bit floats (E2M1) with one power-of-two scale (E8M0) per 32 consecutive columns.
 
-Two columns share a byte, the even one in the low nibble; eight share a little-endian 32-bit word.
+In files two columns share a byte, the even one in the low nibble. On the device eight columns share
+a 32-bit word, and not eight neighbors: in a block of 8 b columns, b a power of two up to 32, word j
+holds columns j, b + j, .. 7b + j, the first in its lowest nibble. So nibble p of b neighboring words
+is b neighboring columns that share a scale, and a kernel decodes and multiplies them as they stand.
 Codes 0..7 are 0, .5, 1, 1.5, 2, 3, 4, 6 and bit 3 is the sign; a value is code * 2^(scale - 127).
 Scale 255 is NaN by the specification (OCP Microscaling Formats 1.0); the loader refuses it.
 """
 
 from __future__ import annotations
+
+import math
 
 import jax
 import jax.numpy as jnp
@@ -16,16 +21,37 @@ GROUP = 32  # columns per scale
 WORD = 8  # columns per 32-bit word
 
 
+def block_words(words: int) -> int:
+    """Words of a block, b, in a row of `words` words: the largest power of two up to 32 that fits."""
+    return math.gcd(words, GROUP)
+
+
 def pack_words(packed: jax.Array | np.ndarray) -> jax.Array:
-    """Join four bytes into a word: u8[..., K/2] -> u32[..., K/8]."""
-    quads = jnp.asarray(packed).reshape(*packed.shape[:-1], -1, 4)
-    return lax.bitcast_convert_type(quads, jnp.uint32)
+    """Join the codes of a row into words: u8[..., K/2] -> u32[..., K/8]."""
+    packed = jnp.asarray(packed)
+    lead, words = packed.shape[:-1], packed.shape[-1] * 2 // WORD
+    codes = jnp.stack([packed & 15, packed >> 4], axis=-1).astype(jnp.uint32)
+    codes = codes.reshape(*lead, -1, WORD, block_words(words))
+    return jnp.sum(codes << _shifts(codes.ndim), axis=-2).reshape(*lead, words)
 
 
 def unpack_words(words: jax.Array | np.ndarray) -> jax.Array:
     """Undo `pack_words`: u32[..., K/8] -> u8[..., K/2]."""
-    quads = lax.bitcast_convert_type(jnp.asarray(words), jnp.uint8)
-    return quads.reshape(*words.shape[:-1], -1)
+    codes = _codes(jnp.asarray(words)).astype(jnp.uint8)
+    codes = codes.reshape(*codes.shape[:-1], -1, 2)
+    return codes[..., 0] | (codes[..., 1] << 4)
+
+
+def _shifts(rank: int) -> jax.Array:
+    """Place of each nibble of a word, along the last axis but one."""
+    return jnp.arange(0, 4 * WORD, 4, dtype=jnp.uint32).reshape(*[1] * (rank - 2), WORD, 1)
+
+
+def _codes(words: jax.Array) -> jax.Array:
+    """u32[..., K/8] -> codes u32[..., K]."""
+    block = block_words(words.shape[-1])
+    blocks = words.reshape(*words.shape[:-1], -1, 1, block)
+    return ((blocks >> _shifts(blocks.ndim)) & 15).reshape(*words.shape[:-1], -1)
 
 
 def dequantize(
@@ -41,10 +67,8 @@ def dequantize(
     """
     if words.shape[-1] * WORD != scales.shape[-1] * GROUP:
         raise ValueError(f"{words.shape[-1]} words of 8 do not fit {scales.shape[-1]} scales of 32")
-    shifts = jnp.arange(WORD, dtype=jnp.uint32) * 4
-    groups = words.reshape(*scales.shape, GROUP // WORD, 1)
-    codes = groups >> jnp.expand_dims(shifts, range(groups.ndim - 1))
-    bits = _float_bits(codes, scales[..., None, None].astype(jnp.int32))
+    codes = _codes(words).reshape(*scales.shape, GROUP)
+    bits = _float_bits(codes, scales[..., None].astype(jnp.int32))
     bits = bits.reshape(*scales.shape[:-1], -1)
     if dtype == jnp.float32:
         return lax.bitcast_convert_type(bits, jnp.float32)

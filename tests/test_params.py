@@ -19,6 +19,7 @@ from k3jax.params import (
     packed_shapes,
     packed_specs,
 )
+from pallas_kernels.mxfp4 import pack_words
 
 MODELS = ("k3-tiny-a", "kimi-linear-tiny")
 
@@ -117,7 +118,7 @@ def expected_ffn(x, rank, tp):
         result["w13_scale"] = np.concatenate([inner("w1_scale"), inner("w3_scale")], axis=1)
         result["w2_scale"] = columns(x["moe.w2_scale"], rank, tp)
         for name in ("w13", "w2"):
-            result[name] = np.ascontiguousarray(result[name]).view("<u4")
+            result[name] = np.asarray(pack_words(result[name]))
     return result
 
 
