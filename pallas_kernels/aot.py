@@ -74,6 +74,8 @@ def triton_kernels(lowered: jax.stages.Lowered) -> list[LoweredKernel]:
             text = str(ir.Module.parse(config["ir"].value_bytes))
         # A cache hint, which triton 3.9 spells otherwise.
         text = re.sub(r" evictionPolicy = \w+", "", text)
+        # The barrier's bytecode properties, which jaxlib prints raw.
+        text = re.sub(r'"gpu\.barrier"\(\) <[^>]*> : \(\) -> \(\)', "gpu.barrier", text)
         grid = tuple(config[f"grid_{axis}"].value for axis in "xyz")
         kernel = LoweredKernel(
             name=config["name"].value,

@@ -36,9 +36,9 @@ def load_widths(assembly: str) -> dict[int, int]:
     return counts
 
 
-def resources(assembly: str, arch: str, warps: int) -> dict:
-    """The row of the resource table, read from the assembly text."""
-    lds = field(assembly, "group_segment_fixed_size")
+def resources(assembly: str, arch: str, warps: int, lds: int) -> dict:
+    """The row of the resource table, read from the assembly text; `lds` bytes are dynamic."""
+    lds += field(assembly, "group_segment_fixed_size")
     occupancy = re.search(r"Occupancy:\s+(\d+)", assembly)
     waves = int(occupancy.group(1)) if occupancy else 0
     if lds:  # an LDS-bound kernel has fewer programs a compute unit than its registers allow
@@ -48,7 +48,7 @@ def resources(assembly: str, arch: str, warps: int) -> dict:
     return {
         "vgprs": field(assembly, "vgpr_count"),
         "agprs": field(assembly, "agpr_count"),
-        "spills": field(assembly, "vgpr_spill_count") + field(assembly, "sgpr_spill_count"),
+        "spills": field(assembly, "vgpr_spill_count"),
         "scratch": field(assembly, "private_segment_fixed_size"),
         "lds": lds,
         "mfma": len(re.findall(r"^\s+v_(?:s?mfma)", assembly, re.MULTILINE)),
@@ -76,7 +76,7 @@ def compile_one(request: dict) -> dict:
     if request.get("assembly"):
         with open(request["assembly"], "w") as file:
             file.write(assembly)
-    return resources(assembly, request["arch"], request["warps"])
+    return resources(assembly, request["arch"], request["warps"], kernel.metadata.shared)
 
 
 def main() -> None:

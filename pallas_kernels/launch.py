@@ -7,6 +7,7 @@ touches it passes through this module, so that another backend means another ver
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as backend
 
@@ -18,6 +19,7 @@ atomic_cas = backend.atomic_cas
 atomic_xchg = backend.atomic_xchg
 approx_tanh = backend.approx_tanh
 inline_asm = backend.elementwise_inline_asm
+barrier = backend.debug_barrier  # among the threads of a program; not in interpret mode
 
 
 def launch(
@@ -46,3 +48,20 @@ def launch(
         input_output_aliases=dict(aliases or {}),
         compiler_params=backend.CompilerParams(num_warps=num_warps, num_stages=num_stages),
     )(*operands)
+
+
+def mesh(*indices: Any) -> tuple[Any, ...]:
+    """Index one block of a ref: scalars and 1-D index arrays, each array an axis of the block.
+
+    `ref.at[mesh(expert, rows, columns)]` is the block [rows, columns] of one expert.
+    """
+    axes = [index for index in indices if getattr(index, "ndim", 0)]
+    shape = tuple(axis.size for axis in axes)
+    spread = []
+    for index in indices:
+        if not getattr(index, "ndim", 0):
+            spread.append(index)
+            continue
+        place = len([axis for axis in spread if getattr(axis, "ndim", 0)])
+        spread.append(lax.broadcast_in_dim(index, shape, (place,)))
+    return tuple(spread)
