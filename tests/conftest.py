@@ -1,8 +1,17 @@
 """The harness is stricter than production: strict dtype and rank promotion, warnings are errors."""
 
 import os
+from pathlib import Path
 
-os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
+# Compiling outweighs running in these tests: no LLVM optimization (it halves the compile time),
+# and what one test or child process compiled, the others and the next run load.
+os.environ.setdefault(
+    "XLA_FLAGS",
+    "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0",
+)
+os.environ.setdefault(
+    "JAX_COMPILATION_CACHE_DIR", str(Path(__file__).parent.parent / ".pytest_cache" / "jax")
+)
 
 import jax
 import pytest
@@ -23,6 +32,4 @@ def pytest_collection_modifyitems(config, items):
 @pytest.fixture(scope="session")
 def golden():
     """Directory of the recorded outputs of independent implementations."""
-    from pathlib import Path
-
     return Path(__file__).parent / "golden"

@@ -1,0 +1,96 @@
+"""The two faces of a step: `Step` names what was compiled, `Batch` is what the host sends."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import jax
+import numpy as np
+
+from k3jax.cache import CacheSizes
+from k3jax.model.decoder import LayerKernel
+
+
+@dataclass(frozen=True)
+class Step:
+    """Static key of a compiled step; the host chooses one for each step it runs."""
+
+    kind: Literal["prefill", "decode"]
+    requests: int  # B
+    rows: int  # T, of each request
+    specialized: bool = False
+    masked: bool = False  # takes a grammar's bitmask
+
+    @property
+    def sampled_rows(self) -> int:
+        """Rows of each request that are sampled: all in decode, the last one in prefill."""
+        return self.rows if self.kind == "decode" else 1
+
+    def layer(self, index: int) -> LayerKernel | None:
+        """The kernel that replaces layer `index` in this step, or None: that layer runs stock."""
+        return None
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Batch:
+    """What the host sends with a step; numpy int32. Fields of the other kind of step are None.
+
+    A decode step reads each request's next token, length and accepted count on the device, by slot.
+    An array must not change while a dispatched step may still read it.
+    """
+
+    slots: Any  # [B]; 0: a null request
+    page_updates: Any  # [B * n, 3] (slot, index in its table, page); (0, 0, 0) does nothing
+    drafts: Any = None  # decode [B, T-1]; -1: none. None if T is 1
+    tokens: Any = None  # prefill [B, T]: the chunk
+    rows: Any = None  # prefill [B] valid tokens of it
+    final: Any = None  # prefill bool[B]: the prompt ends here, sample
+    following: Any = None  # prefill [B]: the prompt's next token, -1 if none; for its logprob
+    bitmask: Any = None  # u32[B, rows sampled, ceil(V / 32)] if masked; a set bit allows
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class StepOutput:
+    """What a step gives the host, whole on every rank; of T sampled rows the first `count` count.
+
+    T is 1 in prefill. Log probabilities are zero unless a request of the batch wants them.
+    """
+
+    tokens: jax.Array  # i32[B, T]
+    count: jax.Array  # i32[B] tokens emitted, 0 to T; 0 for null requests and unfinished prompts
+    logprobs: jax.Array  # f32[B, T]
+    top_ids: jax.Array  # i32[B, T, 20]
+    top_logprobs: jax.Array  # f32[B, T, 20]
+    nonfinite: jax.Array  # bool[B] the request met a NaN or infinity and must fail
+    prompt_logprobs: jax.Array | None = None  # prefill f32[B, T]: of the token AFTER each row
+    prompt_top_ids: jax.Array | None = None  # prefill i32[B, T, 20]
+    prompt_top_logprobs: jax.Array | None = None  # prefill f32[B, T, 20]
+
+
+def empty_batch(step: Step, sizes: CacheSizes, vocabulary: int) -> Batch:
+    """A batch of null requests in the shapes that `step` was compiled for, to be filled in."""
+    requests, rows = step.requests, step.rows
+    updates = -(-rows // sizes.page_size) + 1  # pages that a request's rows can enter
+    number = np.zeros(requests, np.int32)
+    mask = None
+    if step.masked:
+        words = -(-vocabulary // 32)
+        mask = np.full((requests, step.sampled_rows, words), 0xFFFFFFFF, np.uint32)
+    batch = {
+        "slots": number,
+        "page_updates": np.zeros((requests * updates, 3), np.int32),
+        "bitmask": mask,
+    }
+    if step.kind == "decode":
+        drafts = np.full((requests, rows - 1), -1, np.int32) if rows > 1 else None
+        return Batch(**batch, drafts=drafts)
+    return Batch(
+        **batch,
+        tokens=np.zeros((requests, rows), np.int32),
+        rows=number.copy(),
+        final=np.zeros(requests, bool),
+        following=np.full(requests, -1, np.int32),
+    )
