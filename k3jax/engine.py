@@ -231,7 +231,7 @@ class Engine:
 
     def _apply(self, flight: Flight) -> list[Delta]:
         """Read a step's results, the one blocking read, and move its requests on."""
-        values = jax.device_get(flight.outputs)
+        values = {name: np.asarray(array) for name, array in flight.outputs.items()}
         check_health(int(values["health"]))
         decision = flight.decision
         if isinstance(decision, Prefill):
@@ -259,10 +259,9 @@ class Engine:
     ) -> Delta:
         """Append a step's tokens up to a stop token or the limit."""
         tokens = tokens[: sequence.max_tokens - sequence.generated]
-        stops = (place for place, token in enumerate(tokens) if token in sequence.stop_ids)
-        end = next(stops, None)
-        stop = None if end is None else tokens[end]
-        tokens = tokens[:end]
+        stop = next((token for token in tokens if token in sequence.stop_ids), None)
+        if stop is not None:
+            tokens = tokens[: tokens.index(stop)]
         sequence.tokens += tokens
         self._counters["generated"] += len(tokens) + (stop is not None)
         fields: dict[str, Any] = {"token_ids": tokens}

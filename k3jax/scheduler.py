@@ -45,8 +45,8 @@ class Sequence:
     @property
     def decodes(self) -> bool:
         """Its prompt is in the caches, and tokens are missing even after those in flight."""
-        prefilled = self.slot > 0 and self.prefilled == self.target
-        return prefilled and self.generated + self.steps_in_flight < self.max_tokens
+        known = len(self.tokens) + self.steps_in_flight - self.prompt_length
+        return self.prefilled == self.target and known < self.max_tokens and self.slot > 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,6 +216,8 @@ class Scheduler:
 
     def _reserve(self, sequence: Sequence, end: int) -> bool:
         """Whether the sequence has pages for `end` tokens; the latest admitted make room for it."""
+        if end <= len(sequence.pages) * self.allocator.page_size:
+            return True
         needed = self.allocator.pages_for(end)
         if needed > self.table_pages:
             return False  # the worst case of the rows in flight; once they are read it fits
@@ -234,10 +236,11 @@ class Scheduler:
         self, sequence: Sequence, end: int, updates: list[tuple[int, int, int]]
     ) -> None:
         """Add to `updates` the table entries that the device lacks for tokens below `end`."""
-        needed = self.allocator.pages_for(end)
-        for index in range(sequence.pages_sent, needed):
-            updates.append((sequence.slot, index, sequence.pages[index]))
-        sequence.pages_sent = max(needed, sequence.pages_sent)
+        if end > sequence.pages_sent * self.allocator.page_size:
+            needed = self.allocator.pages_for(end)
+            for index in range(sequence.pages_sent, needed):
+                updates.append((sequence.slot, index, sequence.pages[index]))
+            sequence.pages_sent = needed
 
     def _preempt(self, sequence: Sequence) -> None:
         """Put a running sequence back to the head of those that wait; its tokens are kept."""
