@@ -65,6 +65,7 @@ class StepOutput:
     top_ids: jax.Array  # i32[B, T, 20]
     top_logprobs: jax.Array  # f32[B, T, 20]
     nonfinite: jax.Array  # bool[B] the request met a NaN or infinity and must fail
+    health: jax.Array  # u32[] the word after this step; a buffer that no later step takes over
     prompt_logprobs: jax.Array | None = None  # prefill f32[B, T]: of the token AFTER each row
     prompt_top_ids: jax.Array | None = None  # prefill i32[B, T, 20]
     prompt_top_logprobs: jax.Array | None = None  # prefill f32[B, T, 20]

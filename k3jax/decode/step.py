@@ -9,7 +9,6 @@ pending rows by whatever step comes next, since `accepted` says how many they ar
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -33,8 +32,6 @@ from k3jax.sampling import Sampled, observe, prompt_logprobs, sample
 UNBOUNDED = 2**31 - 1  # pages of a model without MLA layers
 SCORED_ROWS = 128  # prompt rows whose logits exist at a time
 
-StepFunction = Callable[[Any, Cache, Batch, jax.Array], tuple[Cache, StepOutput, jax.Array]]
-
 
 @dataclass(frozen=True)
 class Forward:
@@ -56,7 +53,7 @@ def build_step(
     *,
     mesh: Mesh,
     param_specs: Any,
-) -> StepFunction:
+) -> jax.stages.Wrapped:
     """The jitted step (params, cache, batch, health u32[]) -> (cache, StepOutput, health).
 
     `params` is the packed tree of plain dicts; cache and health are donated. NotImplementedError
@@ -72,7 +69,8 @@ def build_step(
         done = forward(decoder, config, decode_config, step, (cache, batch))
         finish = finish_decode if step.kind == "decode" else finish_prefill
         slots, output = finish(decoder, done, batch)
-        return Cache(done.layers, slots), output, health | done.health
+        health = health | done.health
+        return Cache(done.layers, slots), replace(output, health=health), health
 
     specs = cache_specs(config)
     return jax.jit(
@@ -144,13 +142,14 @@ def finish_prefill(decoder: Decoder, done: Forward, batch: Batch) -> tuple[Slots
     flat = jnp.arange(requests, dtype=jnp.int32) * rows + last
     logits = decoder.logits(take_rows(done.residual, flat))[:, None]
     positions = jnp.take_along_axis(plan.positions, last[:, None], axis=1)
-    sampled = sample(logits, slots.sampling, plan.slots, None, positions, batch.bitmask)
-    ends = batch.final & (plan.rows > 0)
-    index = real_slots(plan.slots, slots.length.shape[0])
-    token = jnp.where(ends, sampled.tokens[:, 0], slots.token[plan.slots])
+    # The chunk counts as met before its last row is sampled: penalties look at the whole prompt.
     generated = plan.positions >= slots.prompt_length[plan.slots][:, None]
     met = observe(slots.sampling, plan.slots, plan.tokens, plan.valid, generated)
+    sampled = sample(logits, met, plan.slots, None, positions, batch.bitmask)
+    ends = batch.final & (plan.rows > 0)
     met = observe(met, plan.slots, sampled.tokens, ends[:, None], ends[:, None])
+    index = real_slots(plan.slots, slots.length.shape[0])
+    token = jnp.where(ends, sampled.tokens[:, 0], slots.token[plan.slots])
     scores = score_prompt(decoder, done, batch)
     slots = replace(
         slots,
@@ -178,6 +177,7 @@ def output_of(sampled: Sampled, count: jax.Array, done: Forward) -> StepOutput:
         top_ids=sampled.top_ids,
         top_logprobs=sampled.top_logprobs,
         nonfinite=(sampled.nonfinite | done.flags) & live,
+        health=done.health,
     )
 
 
