@@ -14,9 +14,9 @@ import numpy as np
 
 from k3jax.checkpoint import table
 from k3jax.checkpoint.files import write_text
-from k3jax.checkpoint.loading import Source
 from k3jax.checkpoint.report import Problems
 from k3jax.checkpoint.shards import BITS, INDEX, read_header
+from k3jax.checkpoint.source import Readable
 from k3jax.config import K3Config
 from k3jax.logical import group_params, groups
 
@@ -24,8 +24,8 @@ Entry = tuple[table.FileTensor, str, tuple[int, ...]]
 """A tensor to write, with its dtype and shape in the file."""
 
 
-def save_hf(source: Source, directory: str | Path, done: Callable[[str, int], None]) -> None:
-    """Write an open checkpoint as safetensors shards and their index.
+def save_hf(source: Readable, directory: str | Path, done: Callable[[str, int], None]) -> None:
+    """Write a model as safetensors shards and their index.
 
     The same names, shapes, dtypes and values as the released files; vision tensors are not among
     them. A shard appears under its name when it is whole, and shards that are there already are
@@ -50,7 +50,7 @@ def save_hf(source: Source, directory: str | Path, done: Callable[[str, int], No
     write_text(directory / INDEX, json.dumps(index, indent=2))
 
 
-def _write_shard(source: Source, group: str, file: Path) -> None:
+def _write_shard(source: Readable, group: str, file: Path) -> None:
     """Write one group: the header, then the tensors in the header's order."""
     temporary = file.with_name(f".{file.name}.tmp")
     entries = _entries(source, group)
@@ -61,7 +61,7 @@ def _write_shard(source: Source, group: str, file: Path) -> None:
     os.replace(temporary, file)
 
 
-def _entries(source: Source, group: str) -> list[Entry]:
+def _entries(source: Readable, group: str) -> list[Entry]:
     """The group's tensors with the dtype and shape that they shall have in the file."""
     config = source.config
     dtypes = {name: _file_dtype(source, group, name) for name in group_params(config, group)}
@@ -71,7 +71,7 @@ def _entries(source: Source, group: str) -> list[Entry]:
     ]
 
 
-def _file_dtype(source: Source, group: str, name: str) -> str:
+def _file_dtype(source: Readable, group: str, name: str) -> str:
     """The released dtype, or f32 where bf16 would lose something."""
     config: K3Config = source.config
     spec = group_params(config, group)[name]

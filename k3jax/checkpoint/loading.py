@@ -19,11 +19,11 @@ from k3jax.checkpoint.files import conversion_state
 from k3jax.checkpoint.huggingface import HuggingFaceCheckpoint
 from k3jax.checkpoint.orbax import PARAMS, OrbaxCheckpoint
 from k3jax.checkpoint.report import Problems
+from k3jax.checkpoint.source import Source
 from k3jax.config import K3Config
 from k3jax.logical import check_tp, groups
 from k3jax.params import Packed, join_groups, logical_shardings, pack_group
 
-Source = HuggingFaceCheckpoint | OrbaxCheckpoint
 NAN_SCALE = 255
 """The E8M0 code of NaN, which packages decode differently: never loaded."""
 

@@ -10,9 +10,10 @@ from typing import Any
 import numpy as np
 
 from k3jax.checkpoint.files import copy_small_files, write_text
-from k3jax.checkpoint.loading import NAN_SCALE, Source, is_scale, note_nan_scales
+from k3jax.checkpoint.loading import NAN_SCALE, is_scale, note_nan_scales
 from k3jax.checkpoint.orbax import LazyArray, is_saved, save_group
 from k3jax.checkpoint.report import Problems
+from k3jax.checkpoint.source import Source
 from k3jax.config import K3Config
 from k3jax.logical import ENDS, group_params, groups
 from k3jax.params import JAX_DTYPES

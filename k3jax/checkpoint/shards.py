@@ -171,6 +171,8 @@ def read_into(
 ) -> None:
     """Read a slice of a row-major tensor of `shape` that starts at byte `start`.
 
+    Only the wanted rows are read. Columns are cut from whole rows, a block at a time: a rank's part
+    of a row is shorter than what a drive reads at once.
     out: contiguous, of the slice's shape and the file's dtype. Raises ValueError if the file ends
     early.
     """

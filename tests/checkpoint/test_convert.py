@@ -9,10 +9,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from editable import Editable
 
 from k3jax import convert as module
 from k3jax.convert import convert, main
-from tests.checkpoint.conftest import Editable
 
 ROOT = Path(__file__).parents[2]
 
