@@ -42,8 +42,8 @@ OPS: Mapping[str, Callable[..., Any]] = {
 
 def bind(case: Case, impl: Impl) -> Callable[[dict[str, Any]], Any]:
     """Return the case's op as a function of `inputs`' dict, static options filled in."""
-    op, options = OPS[case.op], _options(case)
-    return lambda arrays: op(**arrays, **options, impl=impl)
+    op, static = OPS[case.op], options(case)
+    return lambda arrays: op(**arrays, **static, impl=impl)
 
 
 def inputs(case: Case, dtype: jax.typing.DTypeLike, seed: int = 0) -> dict[str, Any]:
@@ -90,7 +90,8 @@ def _scattered(count: int) -> jax.Array:
     return 1 + (jnp.arange(count, dtype=jnp.int32) * step + count // 2) % count
 
 
-def _options(case: Case) -> dict[str, Any]:
+def options(case: Case) -> dict[str, Any]:
+    """Return the static keyword arguments of a case, but for `impl`."""
     dims = case.dims
     match case.op:
         case "linear":

@@ -113,18 +113,15 @@ def chunk_delta(state: jax.Array, inputs: KdaInputs) -> tuple[jax.Array, jax.Arr
     )
     factors = _pair_factors(inputs.decay)  # [B, H, T, 1 + T, K]
     from_start, pairs, to_end = factors[:, :, :, 0], factors[:, :, :, 1:], factors[:, :, -1, 1:]
-    causal = np.tril(np.ones(pairs.shape[2:4], bool))[None, None]
-    keys = pairs * key[:, :, None]
-    key_products = jnp.sum(key[:, :, :, None] * keys, axis=-1)
-    query_products = jnp.where(causal, jnp.sum(query[:, :, :, None] * keys, axis=-1), 0.0)
-    error = value - einsum("bhtk,bhkv->bhtv", from_start * key, state)
-    update = lax.linalg.triangular_solve(
-        beta[..., None] * key_products,
-        beta[..., None] * error,
-        left_side=True,
-        lower=True,
-        unit_diagonal=True,
+    products = einsum(
+        "bhtpk,bhtsk->bhpts", jnp.stack([key, query], axis=3), pairs * key[:, :, None]
     )
+    key_products, query_products = products[:, :, 0], products[:, :, 1]
+    error = value - einsum("bhtk,bhkv->bhtv", from_start * key, state)
+    inverse = _unit_lower_inverse(beta[..., None] * key_products)
+    update = einsum("bhts,bhsv->bhtv", inverse, beta[..., None] * error)
+    causal = np.tril(np.ones(query_products.shape[2:], bool))[None, None]
+    query_products = jnp.where(causal, query_products, 0.0)
     out = einsum("bhtk,bhkv->bhtv", from_start * query, state)
     out = out + einsum("bhts,bhsv->bhtv", query_products, update)
     state = from_start[:, :, -1, :, None] * state
@@ -144,3 +141,26 @@ def _pair_factors(decay: jax.Array) -> jax.Array:
     segments = ((summed >= first) & (summed <= row)).astype(np.float32)
     decay = jnp.maximum(decay, STRONGEST_DECAY)
     return jnp.exp(einsum("tsr,brhk->bhtsk", segments, decay))
+
+
+def _unit_lower_inverse(matrix: jax.Array) -> jax.Array:
+    """Invert I + the strictly lower part of f32[..., T, T], T a power of two.
+
+    Diagonal blocks of twice the width are inverted from two inverses and the block below between
+    them: [[X, 0], [-Y L X, Y]]. No pivot, no threaded library, and no power of the matrix, whose
+    entries would cancel.
+    """
+    length = matrix.shape[-1]
+    row, column = np.ogrid[:length, :length]
+    inverse = jnp.broadcast_to(jnp.eye(length, dtype=matrix.dtype), matrix.shape)
+    width = 1
+    while width < length:
+        below = (row // width == column // width + 1) & (row // width % 2 == 1)
+        lower = jnp.where(jnp.expand_dims(below, range(matrix.ndim - 2)), matrix, 0.0)
+        inverse = inverse - jnp.matmul(
+            inverse,
+            jnp.matmul(lower, inverse, precision=lax.Precision.HIGHEST),
+            precision=lax.Precision.HIGHEST,
+        )
+        width *= 2
+    return inverse

@@ -51,14 +51,17 @@ def moe_reference(
     # Sort the (row, choice) pairs by expert, skipped ones last, and cut each run into tiles.
     ids = jnp.where((experts >= 0) & (experts < count), experts, count).reshape(-1)
     order = jnp.argsort(ids, stable=True).astype(jnp.int32)
-    begins = jnp.searchsorted(ids[order], jnp.arange(count + 1)).astype(jnp.int32)
-    tile_ends = jnp.cumsum((jnp.diff(begins) + tile - 1) // tile)
+    loads = jnp.zeros(count + 1, jnp.int32).at[ids].add(1)[:count]
+    ends = jnp.cumsum(loads)
+    tiles = (loads + tile - 1) // tile
+    tile_ends = jnp.cumsum(tiles)
 
     def body(index, out):
-        expert = jnp.searchsorted(tile_ends, index, side="right").astype(jnp.int32)
-        tiles_before = tile_ends[expert] - (begins[expert + 1] - begins[expert] + tile - 1) // tile
-        at = begins[expert] + (index - tiles_before) * tile + jnp.arange(tile, dtype=jnp.int32)
-        valid = at < begins[expert + 1]
+        expert = jnp.sum(tile_ends <= index, dtype=jnp.int32)
+        first = ends[expert] - loads[expert]
+        first += (index - tile_ends[expert] + tiles[expert]) * tile
+        at = first + jnp.arange(tile, dtype=jnp.int32)
+        valid = at < ends[expert]
         pair = order[jnp.where(valid, at, 0)]
         row = jnp.where(valid, pair // choices, rows)
         tile_z = z.at[row].get(mode="fill", fill_value=0)

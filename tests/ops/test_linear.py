@@ -1,0 +1,90 @@
+"""Linear layers, norms and activations."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import Activation, gated, l2_norm, linear, rms_norm
+from pallas_kernels.case_inputs import bind, inputs, options
+
+from . import oracles
+from .oracles import DTYPES, assert_close, tiny, wide
+
+IMPLS = ["reference"]
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("case", tiny("linear"))
+def test_matches_float64(case, dtype, impl):
+    arrays = inputs(case, dtype)
+    actual = jax.jit(bind(case, impl))(arrays)
+    assert actual.dtype == dtype
+    assert_close(actual, oracles.linear(**wide(arrays), **options(case)), dtype, case.dims["K"])
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_float32_rows_take_bf16_weights_exactly(impl):
+    x = inputs(*tiny("linear")[0].values, jnp.float32)["x"]
+    weight = inputs(*tiny("linear")[0].values, jnp.bfloat16)["weight"]
+    actual = jax.jit(lambda x, weight: linear(x, weight, impl=impl))(x, weight)
+    assert_close(actual, wide(x) @ wide(weight).T, jnp.float32, x.shape[1])
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_result_dtype_and_float32_accumulation(impl):
+    """Summing in bf16 would stop at 256: a half ulp of it is 1."""
+    ones = jnp.ones((2, 4096), jnp.bfloat16)
+    actual = linear(ones, ones, out_dtype=jnp.float32, impl=impl)
+    assert actual.dtype == jnp.float32
+    np.testing.assert_array_equal(actual, 4096.0)
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_a_nan_row_stays_alone(impl):
+    x = jnp.ones((4, 32)).at[2].set(jnp.nan)
+    actual = linear(x, jnp.ones((8, 32)), impl=impl)
+    np.testing.assert_array_equal(np.isnan(actual).all(axis=1), [False, False, True, False])
+    np.testing.assert_array_equal(np.isfinite(actual).all(axis=1), [True, True, False, True])
+
+
+@pytest.mark.parametrize(
+    ("shapes", "text"),
+    [
+        ({"x": (4, 8), "weight": (6, 9)}, r"\(4, 8\) and \(6, 9\)"),
+        ({"x": (4, 8), "weight": (6, 8), "norm": (6,)}, "norm"),
+        ({"x": (4, 8), "weight": (6, 8), "add": (4, 8)}, "add"),
+    ],
+)
+def test_misfit_shapes_are_refused(shapes, text):
+    with pytest.raises(ValueError, match=text):
+        linear(**{name: jnp.zeros(shape) for name, shape in shapes.items()}, impl="reference")
+
+
+def test_an_activation_needs_two_halves():
+    with pytest.raises(ValueError, match="7 rows"):
+        linear(
+            jnp.zeros((2, 4)), jnp.zeros((7, 4)), activation=Activation("silu"), impl="reference"
+        )
+    with pytest.raises(ValueError, match="'gelu'"):
+        Activation("gelu")
+
+
+@pytest.mark.parametrize("kind", ["situ", "silu"])
+def test_activations(kind):
+    activation = Activation(kind, beta=4.0, linear_beta=25.0)
+    gate, up = np.meshgrid(np.linspace(-30, 30, 61), np.linspace(-200, 200, 41))
+    actual = gated(activation, jnp.asarray(gate, jnp.float32), jnp.asarray(up, jnp.float32))
+    np.testing.assert_allclose(actual, oracles.gated(activation, gate, up), rtol=2e-5, atol=1e-9)
+
+
+def test_norm_epsilons():
+    """RMSNorm adds epsilon to the mean of squares, l2_norm 1e-6 to their sum."""
+    x = np.full((1, 16), 1e-3)
+    weight = np.arange(16.0)
+    actual = rms_norm(jnp.asarray(x, jnp.float32), jnp.asarray(weight, jnp.float32), eps=1e-6)
+    np.testing.assert_allclose(actual, oracles.rms(x, weight, 1e-6), rtol=1e-6)
+    expected = x / np.sqrt((x**2).sum() + 1e-6)
+    np.testing.assert_allclose(l2_norm(jnp.asarray(x, jnp.float32)), expected, rtol=1e-6)
+    assert rms_norm(jnp.ones((2, 4), jnp.bfloat16), jnp.ones(4), eps=1e-5).dtype == jnp.bfloat16
