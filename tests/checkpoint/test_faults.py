@@ -95,6 +95,15 @@ def test_truncated_shard(k3):
     assert line.startswith(f"truncated shard: {SECOND}: {size - 1} bytes of {size}, 1 of ")
 
 
+def test_shard_cut_before_its_a_log(k3):
+    file = k3.directory / SECOND
+    with file.open("r+b") as stream:
+        stream.truncate(8 + int.from_bytes(stream.read(8), "little"))
+    (line,) = refusal(k3)
+    count = len(k3.files[SECOND])
+    assert line.endswith(f"{count} of {count} tensors are not whole")
+
+
 def test_bytes_after_the_end(k3):
     with (k3.directory / SECOND).open("ab") as stream:
         stream.write(b"xyz")
@@ -162,13 +171,14 @@ def test_several_faults_together(k3):
     add(k3)
     misshape(k3)
     drop(k3)
+    lengthen_a_log(k3)
     k3.files[k3.file_of(other)][other] = ("BF16", np.zeros((1, 2), ml_dtypes.bfloat16))
     k3.write()
     with (k3.directory / THIRD).open("ab") as stream:
         stream.write(b"x")
     lines = refusal(k3)
-    assert len(lines) == 5
-    wanted = [*FAULTS[add], *FAULTS[drop], *FAULTS[misshape]]
+    assert len(lines) == 6
+    wanted = [*FAULTS[add], *FAULTS[drop], *FAULTS[misshape], *FAULTS[lengthen_a_log]]
     assert set(wanted) < set(lines)
     assert f"wrong shape: {other}: [1, 2], not [384, 48]" in lines
 
