@@ -13,9 +13,12 @@ os.environ.setdefault(
     "JAX_COMPILATION_CACHE_DIR", str(Path(__file__).parent.parent / ".pytest_cache" / "jax")
 )
 
+import hypothesis
 import jax
 import pytest
 
+hypothesis.settings.register_profile("loaded", deadline=None)  # the machine's load fails no test
+hypothesis.settings.load_profile("loaded")
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 

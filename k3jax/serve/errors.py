@@ -74,7 +74,12 @@ async def on_invalid_request(_: Request, error: RequestValidationError) -> JSONR
     if found[0]["type"] == "json_invalid":
         reason = found[0].get("ctx", {}).get("error", "")
         return bad_request(f"the body is not JSON: {reason}").response()
-    param = _path(found[0], error.body)
+    if isinstance(error.body, bytes):
+        return bad_request("send JSON, with Content-Type: application/json").response()
+    first = _path(found[0], error.body)
+    # Of the forms that a field may have, the one that fits best is wrong at the deepest place.
+    paths = (_path(entry, error.body) for entry in found)
+    param = max((path for path in paths if path.startswith(first)), key=len)
     same = [entry for entry in found if _path(entry, error.body) == param]
     reasons = dict.fromkeys(entry["msg"].removeprefix("Value error, ") for entry in same)
     message = ", or: ".join(list(reasons)[:3])

@@ -130,22 +130,25 @@ class GenerationRequest(Strict):
 
     def sampling(self, choice: int, max_tokens: int) -> SamplingParams:
         """How to sample choice number `choice`: with a seed, each choice has one of its own."""
-        return SamplingParams(
-            temperature=_or(self.temperature, 1.0),
-            top_p=_or(self.top_p, DEFAULT_TOP_P),
-            top_k=self.top_k or 0,
-            min_p=self.min_p or 0.0,
-            seed=None if self.seed is None else _wrap(self.seed + choice),
-            presence_penalty=self.presence_penalty or 0.0,
-            frequency_penalty=self.frequency_penalty or 0.0,
-            repetition_penalty=_or(self.repetition_penalty, 1.0),
-            logit_bias={int(token): bias for token, bias in (self.logit_bias or {}).items()},
-            stop_token_ids=sorted(set(self.stop_token_ids or ())),
-            ignore_eos=bool(self.ignore_eos),
-            min_tokens=self.min_tokens or 0,
-            max_tokens=max_tokens,
-            logprobs=self.logprob_count,
-        )
+        try:
+            return SamplingParams(
+                temperature=_or(self.temperature, 1.0),
+                top_p=_or(self.top_p, DEFAULT_TOP_P),
+                top_k=self.top_k or 0,
+                min_p=self.min_p or 0.0,
+                seed=None if self.seed is None else _wrap(self.seed + choice),
+                presence_penalty=self.presence_penalty or 0.0,
+                frequency_penalty=self.frequency_penalty or 0.0,
+                repetition_penalty=_or(self.repetition_penalty, 1.0),
+                logit_bias={int(token): bias for token, bias in (self.logit_bias or {}).items()},
+                stop_token_ids=sorted(set(self.stop_token_ids or ())),
+                ignore_eos=bool(self.ignore_eos),
+                min_tokens=self.min_tokens or 0,
+                max_tokens=max_tokens,
+                logprobs=self.logprob_count,
+            )
+        except ValueError as error:
+            raise bad_request(str(error)) from error
 
 
 class CompletionRequest(GenerationRequest):

@@ -1,0 +1,134 @@
+"""`python -m k3jax.serve`: an OpenAI-compatible server of one checkpoint."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from k3jax.bundled import bundled_model
+from k3jax.serve.front import Front, FrontSettings
+from k3jax.serve.link import WorkerSettings
+
+_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "KI": 2**10, "MI": 2**20, "GI": 2**30}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Parse the command line and serve; 2 if the model or the address is wrong."""
+    try:
+        front = Front(front_settings(arguments))
+    except (ValueError, OSError) as error:
+        print(f"k3jax: {error}", file=sys.stderr)
+        return 2
+    return asyncio.run(front.run())
+
+
+def front_settings(arguments: Sequence[str] | None = None) -> FrontSettings:
+    """Settings from the command line; SystemExit on a wrong flag, OSError without a model."""
+    given = _parser().parse_args(arguments)
+    model = bundled_model() if given.model is None else Path(given.model)
+    if not model.is_dir():
+        raise FileNotFoundError(f"--model {model} is not a directory with a checkpoint")
+    worker = WorkerSettings(
+        address="",
+        parent=0,
+        model=str(model),
+        dtype=given.dtype,
+        tp=given.tp,
+        max_requests=given.max_requests,
+        max_context=given.max_context,
+        page_size=given.page_size,
+        cache_memory=given.cache_memory,
+        decode_backend=given.decode_backend,
+        impl=given.impl,
+        builds=given.builds,
+        compile_cache=given.compile_cache,
+    )
+    return FrontSettings(
+        model=model,
+        served_name=given.served_model_name or model.resolve().name,
+        host=given.host,
+        port=given.port,
+        drain_seconds=given.drain_seconds,
+        worker=worker,
+    )
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m k3jax.serve", description=__doc__)
+    add = parser.add_argument
+    add("--model", metavar="DIR", help="Hugging Face checkpoint; default: the bundled k3-tiny")
+    add("--served-model-name", metavar="NAME", help="default: the directory's name")
+    add("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
+    add("--port", type=_port, default=8000, help="0: any free one (default: %(default)s)")
+    add("--dtype", choices=("bfloat16", "float32"), help="of activations and latents")
+    add("--tp", type=_count, metavar="N", help="ranks of tensor parallelism")
+    add("--max-requests", type=_count, metavar="N", help="requests that run at a time")
+    add("--max-context", type=_count, metavar="N", help="tokens of a request, answer included")
+    add("--page-size", type=_count, metavar="N", help="tokens of a page of the latent cache")
+    add("--cache-memory", type=_memory, metavar="BYTES", help="on each device, as 512MiB or 20G")
+    add("--decode-backend", choices=("auto", "specialized", "stock"))
+    add("--impl", choices=("pallas", "interpret", "reference"), help="of prefill and stock steps")
+    add(
+        "--builds",
+        type=_builds,
+        metavar="QxREQUESTS,...",
+        help="decode steps to compile: rows of each request x requests, as 1x1,1x8",
+    )
+    add("--compile-cache", metavar="DIR", help="keep compiled steps there")
+    add(
+        "--on-fault",
+        choices=("exit",),
+        default="exit",
+        help="when the engine dies: exit (restarting is not offered yet)",
+    )
+    add(
+        "--drain-seconds",
+        type=_seconds,
+        default=30.0,
+        metavar="S",
+        help="that open requests get to end after SIGTERM (default: %(default)s)",
+    )
+    return parser
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
+    return int(text)
+
+
+def _port(text: str) -> int:
+    if not text.isdecimal() or int(text) > 65535:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a port (0 to 65535)")
+    return int(text)
+
+
+def _seconds(text: str) -> float:
+    if not re.fullmatch(r"\d+(\.\d+)?", text):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds")
+    return float(text)
+
+
+def _memory(text: str) -> int:
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMG]I?|)B?", text.upper())
+    if match is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is not an amount like 512MiB, 20G or 1000000")
+    return int(float(match[1]) * _UNITS[match[2]])
+
+
+def _builds(text: str) -> list[tuple[int, int]]:
+    builds = []
+    for build in text.split(","):
+        match = re.fullmatch(r"\s*(\d+)x(\d+)\s*", build)
+        if match is None or int(match[1]) < 1 or int(match[2]) < 1:
+            raise argparse.ArgumentTypeError(f"{build!r} is not like 1x8 (rows x requests)")
+        builds.append((int(match[1]), int(match[2])))
+    return builds
+
+
+if __name__ == "__main__":
+    sys.exit(main())
