@@ -5,7 +5,11 @@ from __future__ import annotations
 import jax
 
 from pallas_kernels.impl import Impl, require_impl
+from pallas_kernels.mla_decode_pallas import mla_decode_pallas
+from pallas_kernels.mla_prefill_pallas import mla_prefill_pallas
 from pallas_kernels.mla_reference import mla_decode_reference, mla_prefill_reference
+
+IMPLS = ("reference", "pallas", "interpret")
 
 
 def mla_decode(
@@ -29,9 +33,13 @@ def mla_decode(
     Returns (o [B, T, H, L] in q.dtype, flags bool[B] of requests with a non-finite row, health
     u32[]). Raises ValueError on misfit shapes.
     """
-    require_impl("mla_decode", impl)
+    require_impl("mla_decode", impl, IMPLS)
     _check("mla_decode", q, pages, latent)
-    return mla_decode_reference(q, pages, page_table, lengths, latent=latent, scale=scale)
+    if impl == "reference":
+        return mla_decode_reference(q, pages, page_table, lengths, latent=latent, scale=scale)
+    return mla_decode_pallas(
+        q, pages, page_table, lengths, latent=latent, scale=scale, interpret=impl == "interpret"
+    )
 
 
 def mla_prefill(
@@ -50,9 +58,22 @@ def mla_prefill(
     Row t of request b has position starts[b] + t and sees positions up to its own. Rows at
     lengths[b] and beyond are padding and give zeros. Otherwise as `mla_decode`.
     """
-    require_impl("mla_prefill", impl)
+    require_impl("mla_prefill", impl, IMPLS)
     _check("mla_prefill", q, pages, latent)
-    return mla_prefill_reference(q, pages, page_table, starts, lengths, latent=latent, scale=scale)
+    if impl == "reference":
+        return mla_prefill_reference(
+            q, pages, page_table, starts, lengths, latent=latent, scale=scale
+        )
+    return mla_prefill_pallas(
+        q,
+        pages,
+        page_table,
+        starts,
+        lengths,
+        latent=latent,
+        scale=scale,
+        interpret=impl == "interpret",
+    )
 
 
 def _check(op: str, q: jax.Array, pages: jax.Array, latent: int) -> None:
