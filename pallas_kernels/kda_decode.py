@@ -30,12 +30,25 @@ def kda_decode(
     Returns (out [B, T, H*V] = rms(o) * o_norm * sigmoid(gate) in the compute dtype, cache, flags
     bool[B] of requests with a non-finite row, health u32[]). Raises ValueError when T exceeds Q.
     """
-    require_impl("kda_decode", impl)
+    require_impl("kda_decode", impl, ("reference", "pallas", "interpret"))
     pending_rows = cache.pending.beta.shape[1]
     if rows.qkv.shape[1] > pending_rows:
         raise ValueError(
             f"kda_decode got {rows.qkv.shape[1]} rows a request, the cache keeps {pending_rows}"
         )
-    return kda_decode_reference(
-        rows, weights, cache, slots, accepted, lower_bound=lower_bound, norm_eps=norm_eps
+    if impl == "reference":
+        return kda_decode_reference(
+            rows, weights, cache, slots, accepted, lower_bound=lower_bound, norm_eps=norm_eps
+        )
+    from pallas_kernels.kda_decode_pallas import kda_decode_pallas
+
+    return kda_decode_pallas(
+        rows,
+        weights,
+        cache,
+        slots,
+        accepted,
+        lower_bound=lower_bound,
+        norm_eps=norm_eps,
+        interpret=impl == "interpret",
     )
