@@ -24,7 +24,7 @@ REQUESTS = (  # (requests, rows of each) of a decode step
 PROMPTS = (1024, 8192, 65536)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Case:
     """One shape of one op; `dims` holds the shape letters and the op's static options."""
 

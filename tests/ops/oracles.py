@@ -3,12 +3,15 @@
 Every oracle takes plain numpy arrays (see `wide`) and works row by row and token by token.
 """
 
+from functools import cache
+
 import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
 
+from pallas_kernels.case_inputs import inputs
 from pallas_kernels.cases import select
 
 DTYPES = [
@@ -23,6 +26,12 @@ TOLERANCE = {"float32": (1e-6, 1e-7), "bfloat16": (8e-3, 1e-7)}
 def tiny(op):
     """The cases of `op` for CPU tests, as pytest parameters."""
     return [pytest.param(case, id=case.name) for case in select(op, "tiny")]
+
+
+@cache
+def made(case, dtype):
+    """The case's random arrays, made once, in one compiled program."""
+    return jax.jit(lambda: inputs(case, dtype))()
 
 
 def assert_close(actual, expected, dtype, terms):
@@ -118,11 +127,10 @@ def moe(z, experts, weights, w13, w2, activation):
     return out
 
 
-def mxfp4(words, scales):
-    """Decode by the table: u32[..., K/8], u8[..., K/32] -> float64 [..., K]."""
+def mxfp4(packed, scales):
+    """Decode a file's bytes by the table: u8[..., K/2], u8[..., K/32] -> float64 [..., K]."""
     table = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
-    codes = words[..., None] >> (4 * np.arange(8, dtype=np.uint32)) & 15
-    codes = codes.reshape(*words.shape[:-1], -1)
+    codes = np.stack([packed & 15, packed >> 4], axis=-1).reshape(*packed.shape[:-1], -1)
     return table[codes] * 2.0 ** (np.repeat(scales.astype(int), 32, axis=-1) - 127)
 
 

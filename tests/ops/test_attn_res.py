@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 
 from pallas_kernels import attn_res, attn_res_mix, attn_res_weights
-from pallas_kernels.case_inputs import EPS, bind, inputs, options
+from pallas_kernels.case_inputs import EPS, bind, options
 from pallas_kernels.cases import select
 
 from . import oracles
-from .oracles import DTYPES, assert_close, assert_same_bits, tiny, wide
+from .oracles import DTYPES, assert_close, assert_same_bits, made, tiny, wide
 
 IMPLS = ["reference"]
 
@@ -19,7 +19,7 @@ IMPLS = ["reference"]
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("case", tiny("attn_res"))
 def test_matches_float64(case, dtype, impl):
-    arrays = inputs(case, dtype)
+    arrays = made(case, dtype)
     normed, part = jax.jit(bind(case, impl))(arrays)
     assert normed.dtype == part.dtype == dtype
     expected = oracles.attn_res(**wide(arrays), **options(case))
@@ -30,7 +30,7 @@ def test_matches_float64(case, dtype, impl):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("case", tiny("attn_res"))
 def test_weights_and_mix_for_tracing(case, dtype):
-    arrays = {**inputs(case, dtype), "delta": None}
+    arrays = {**made(case, dtype), "delta": None}
     _, _, mix, weights = oracles.attn_res(**wide(arrays), **options(case))
     names = ("blocks", "count", "part", "query_norm", "query_proj")
     actual = attn_res_weights(*(arrays[name] for name in names), eps=EPS)
@@ -45,7 +45,7 @@ def test_weights_and_mix_for_tracing(case, dtype):
 @pytest.mark.parametrize("impl", IMPLS)
 def test_unused_blocks_are_never_read(impl):
     for case in select("attn_res", "tiny")[:2]:
-        arrays = inputs(case, jnp.float32)
+        arrays = made(case, jnp.float32)
         op = jax.jit(bind(case, impl))
         clean = op(arrays)
         poisoned = arrays["blocks"].at[case.dims["count"] :].set(jnp.nan)
@@ -55,7 +55,7 @@ def test_unused_blocks_are_never_read(impl):
 @pytest.mark.parametrize("impl", IMPLS)
 def test_no_blocks_mean_the_partial_sum_itself(impl):
     case = select("attn_res", "tiny")[0]
-    arrays = inputs(case, jnp.float32)
+    arrays = made(case, jnp.float32)
     normed, part = bind(case, impl)(arrays)
     assert_close(normed, oracles.rms(wide(part), wide(arrays["norm"]), EPS), jnp.float32, 128)
 

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from pallas_kernels import Activation, gated, l2_norm, linear, rms_norm
-from pallas_kernels.case_inputs import bind, inputs, options
+from pallas_kernels.case_inputs import bind, options
 
 from . import oracles
-from .oracles import DTYPES, assert_close, tiny, wide
+from .oracles import DTYPES, assert_close, made, tiny, wide
 
 IMPLS = ["reference"]
 
@@ -18,7 +18,7 @@ IMPLS = ["reference"]
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("case", tiny("linear"))
 def test_matches_float64(case, dtype, impl):
-    arrays = inputs(case, dtype)
+    arrays = made(case, dtype)
     actual = jax.jit(bind(case, impl))(arrays)
     assert actual.dtype == dtype
     assert_close(actual, oracles.linear(**wide(arrays), **options(case)), dtype, case.dims["K"])
@@ -26,8 +26,8 @@ def test_matches_float64(case, dtype, impl):
 
 @pytest.mark.parametrize("impl", IMPLS)
 def test_float32_rows_take_bf16_weights_exactly(impl):
-    x = inputs(*tiny("linear")[0].values, jnp.float32)["x"]
-    weight = inputs(*tiny("linear")[0].values, jnp.bfloat16)["weight"]
+    x = made(*tiny("linear")[0].values, jnp.float32)["x"]
+    weight = made(*tiny("linear")[0].values, jnp.bfloat16)["weight"]
     actual = jax.jit(lambda x, weight: linear(x, weight, impl=impl))(x, weight)
     assert_close(actual, wide(x) @ wide(weight).T, jnp.float32, x.shape[1])
 

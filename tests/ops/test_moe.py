@@ -1,0 +1,168 @@
+"""Router and routed experts."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import Mxfp4Bank, moe, route
+from pallas_kernels.case_inputs import bind, inputs, options
+from pallas_kernels.cases import select
+from pallas_kernels.mxfp4 import unpack_words
+
+from . import oracles
+from .oracles import DTYPES, assert_close, assert_same_bits, made, tiny, wide
+
+IMPLS = ["reference"]
+
+
+def bank_float64(bank):
+    if not isinstance(bank, Mxfp4Bank):
+        return wide(bank.w13), wide(bank.w2)
+    pairs = ((bank.w13, bank.w13_scale), (bank.w2, bank.w2_scale))
+    return tuple(oracles.mxfp4(wide(unpack_words(words)), wide(scale)) for words, scale in pairs)
+
+
+@pytest.fixture(scope="module")
+def compiled():
+    """A small MXFP4 case, compiled once for the tests below: (op, arrays, options)."""
+    case = select("moe_mxfp4", "tiny", "decode")[0]
+    return {impl: jax.jit(bind(case, impl)) for impl in IMPLS}, made(case, jnp.float32)
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("case", tiny("route"))
+def test_route_matches_float64(case, dtype, impl):
+    arrays = made(case, dtype)
+    experts, weights = jax.jit(bind(case, impl))(arrays)
+    expected = oracles.route(**wide(arrays), **options(case))
+    assert experts.dtype == jnp.int32
+    np.testing.assert_array_equal(experts, expected[0])
+    assert_close(weights, expected[1], jnp.float32, case.dims["D"])
+
+
+def routed(logits, bias, impl, **changes):
+    """Route one row whose router logits are given."""
+    known = {"top_k": 3, "scaling": 1.0, "renormalize": True, **changes}
+    weight = jnp.asarray(logits, jnp.float32)[:, None]
+    experts, weights = route(
+        jnp.ones((1, 1)), weight, jnp.asarray(bias, jnp.float32), impl=impl, **known
+    )
+    return experts[0].tolist(), np.asarray(weights[0])
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+class TestRoute:
+    def test_ties_go_to_the_lower_id(self, impl):
+        assert routed([0.0] * 6, [0.0] * 6, impl)[0] == [0, 1, 2]
+        assert routed([0, 0, 1, 0, 0, 1], [0.0] * 6, impl)[0] == [2, 5, 0]
+        # Scores of 0.5 and a bias of -0.5 tie at zero, whatever sign the zeros have.
+        assert routed([0.0] * 4, [-0.5, -0.5, -0.5, -0.5], impl)[0] == [0, 1, 2]
+
+    def test_nan_is_never_selected(self, impl):
+        logits = [np.nan, 0.0, -9.0, np.nan, 1.0]
+        experts, weights = routed(logits, [0.0] * 5, impl)
+        assert experts == [4, 1, 2]
+        assert np.isfinite(weights).all()
+        assert routed([0.0] * 5, [np.nan, 0, 0, np.nan, -5], impl)[0] == [1, 2, 4]
+
+    def test_the_bias_only_selects(self, impl):
+        experts, weights = routed([0.0, 1.0, 2.0, 3.0], [9.0, 0.0, 0.0, 0.0], impl)
+        assert experts == [0, 3, 2]
+        scores = oracles.sigmoid(np.array([0.0, 3.0, 2.0]))
+        np.testing.assert_allclose(weights, scores / scores.sum(), rtol=1e-6)
+
+    def test_scores_that_vanish_divide_by_1e_20(self, impl):
+        experts, weights = routed([-200.0] * 4, [0.0] * 4, impl)
+        assert experts == [0, 1, 2]
+        np.testing.assert_array_equal(weights, 0.0)
+
+    def test_top_k_beyond_the_experts_is_refused(self, impl):
+        with pytest.raises(ValueError, match=r"top_k 5 .* 4 experts"):
+            routed([0.0] * 4, [0.0] * 4, impl, top_k=5)
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("case", [*tiny("moe_mxfp4"), *tiny("moe")])
+def test_matches_float64(case, dtype, impl):
+    if case.op == "moe" and impl != "reference":
+        pytest.skip("a bank that is not quantized has the reference alone")
+    arrays = made(case, dtype)
+    actual = jax.jit(bind(case, impl))(arrays)
+    assert actual.dtype == jnp.float32
+    rows = [wide(arrays[name]) for name in ("z", "experts", "weights")]
+    expected = oracles.moe(*rows, *bank_float64(arrays["bank"]), **options(case))
+    assert_close(actual, expected, dtype, case.dims["Z"] + case.dims["I"])
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_the_same_call_gives_the_same_bits(compiled, impl):
+    ops, arrays = compiled
+    assert_same_bits(ops[impl](arrays), ops[impl](arrays))
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_a_nan_row_stays_alone(compiled, impl):
+    ops, arrays = compiled
+    clean = ops[impl](arrays)
+    actual = ops[impl]({**arrays, "z": arrays["z"].at[3].set(jnp.nan)})
+    assert np.isnan(actual[3]).all()
+    others = np.arange(len(clean)) != 3
+    assert_same_bits(actual[others], clean[others])
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_a_row_does_not_depend_on_its_company(compiled, impl):
+    """Each row among copies of itself, which crowd its experts, against the row in the batch."""
+    ops, arrays = compiled
+    together = np.asarray(ops[impl](arrays))
+    for row in (0, 5):
+        alike = {
+            name: jnp.broadcast_to(arrays[name][row], arrays[name].shape)
+            for name in ("z", "experts", "weights")
+        }
+        crowd = np.asarray(ops[impl]({**arrays, **alike}))
+        np.testing.assert_allclose(crowd[0], together[row], rtol=1e-5, atol=1e-6)
+        assert_same_bits(crowd, np.broadcast_to(crowd[:1], crowd.shape).copy())
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_ids_outside_the_bank_are_skipped(compiled, impl):
+    ops, arrays = compiled
+    experts = arrays["experts"].at[1].set(-1).at[2, 1:].set(arrays["bank"].w13.shape[0])
+    weights = arrays["weights"].at[1].set(0.0).at[2, 1:].set(0.0)
+    skipped = ops[impl]({**arrays, "experts": experts})
+    weightless = ops[impl]({**arrays, "weights": weights})
+    assert not np.asarray(skipped[1]).any()
+    np.testing.assert_allclose(skipped, weightless, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_the_last_expert_is_read_from_its_place(compiled, impl):
+    ops, arrays = compiled
+    last = arrays["bank"].w13.shape[0] - 1
+    experts = jnp.full_like(arrays["experts"], -1).at[:, 0].set(last)
+    poisoned = jax.tree.map(
+        lambda leaf: leaf if leaf.dtype != jnp.uint8 else leaf.at[:last].set(255), arrays["bank"]
+    )
+    clean = ops[impl]({**arrays, "experts": experts})
+    assert np.abs(clean).min(axis=1).all()
+    assert_same_bits(ops[impl]({**arrays, "experts": experts, "bank": poisoned}), clean)
+
+
+def test_the_reference_decodes_one_expert_at_a_time():
+    """Its temporaries at Kimi-K3's size stay near two decoded experts, 16 MB each in float32."""
+    case = next(c for c in select("moe_mxfp4", "k3-tp8", "decode") if c.dims["W"] == 64)
+    shapes = jax.eval_shape(partial(inputs, case, jnp.float32))
+    memory = jax.jit(bind(case, "reference")).lower(shapes).compile().memory_analysis()
+    assert memory.temp_size_in_bytes < 64 << 20
+
+
+def test_a_dense_bank_has_the_reference_alone():
+    arrays = made(select("moe", "tiny")[0], jnp.float32)
+    with pytest.raises(NotImplementedError, match="moe has no implementation 'pallas'"):
+        moe(**arrays, **options(select("moe", "tiny")[0]), impl="pallas")
