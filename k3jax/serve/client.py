@@ -164,12 +164,15 @@ class Generation:
             self._client.forget(request_id, abort=abort)
 
     def _measure(self, index: int, delta: Delta) -> None:
+        """Count a delta's tokens and the times of the first and the last."""
+        if delta.finish_reason in ("error", "abort"):
+            return
         now = time.perf_counter()
         first = index not in self._first
         if first:
             self._first[index] = now
             self._client.metrics.observe_first(now - self._started)
         self._client.metrics.count(delta, first)
-        if delta.finish_reason in ("stop", "length"):
+        if delta.finish_reason is not None:
             seconds = now - self._first[index]
             self._client.metrics.observe_last(seconds, delta.completion_tokens)

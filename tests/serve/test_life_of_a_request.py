@@ -143,6 +143,7 @@ def test_an_engine_that_dies_ends_open_requests_with_an_error(make_server):
 def test_metrics(make_server):
     server = make_server()
     server.http.post("/v1/completions", json={"prompt": script("abcd■", group=2), "max_tokens": 9})
+    server.http.post("/v1/completions", json={"prompt": script("■", error="no")})
     text = server.http.get("/metrics").text
     values = dict(re.findall(r"^(k3jax_[^ ]+) ([0-9.e+-]+)$", text, re.MULTILINE))
     assert values['k3jax_tokens_total{kind="generated"}'] == "5.0"
