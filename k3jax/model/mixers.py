@@ -173,23 +173,26 @@ class Mla(nnx.Module):
             )
         query = query.reshape(query.shape[0], self.heads, -1)
         nope, rope = split(query, (self.nope, query.shape[-1] - self.nope))
-        absorbed = per_head("whn,hnl->whl", nope, self.w_uk[...])
-        return jnp.concatenate([absorbed.astype(query.dtype), rope], axis=-1)
+        absorbed = per_head("whn,hnl->whl", nope, self.w_uk[...], query.dtype)
+        return jnp.concatenate([absorbed, rope], axis=-1)
 
     def values(self, mixed: jax.Array, gate: jax.Array) -> jax.Array:
         """Attention over latents [W, H, L] -> gated heads [W, H*V], o_proj's input."""
-        heads = per_head("whl,hvl->whv", mixed, self.w_uv[...]).reshape(mixed.shape[0], -1)
+        heads = per_head("whl,hvl->whv", mixed, self.w_uv[...], jnp.float32)
+        heads = heads.reshape(mixed.shape[0], -1)
         if self.output_gate:
             heads *= jax.nn.sigmoid(gate.astype(jnp.float32))
         return heads.astype(gate.dtype)
 
 
-def per_head(equation: str, x: jax.Array, weights: jax.Array) -> jax.Array:
-    """Batched product of x and weights upcast to x's dtype, accumulated and returned in float32."""
+def per_head(
+    equation: str, x: jax.Array, weights: jax.Array, dtype: jax.typing.DTypeLike
+) -> jax.Array:
+    """Product of x and weights upcast to x's dtype, batched over heads, accumulated in float32."""
     return jnp.einsum(
         equation,
         x,
         weights.astype(x.dtype),
-        precision=jax.lax.Precision.HIGHEST,
-        preferred_element_type=jnp.float32,
+        precision=jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None,
+        preferred_element_type=dtype,
     )

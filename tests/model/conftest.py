@@ -1,135 +1,22 @@
-"""Models of the golden checkpoints on executors, driven by hand, one step after the other."""
+"""Models of the golden checkpoints, compiled once a session."""
 
-from dataclasses import replace
-
-import jax
 import numpy as np
 import pytest
+from driving import K3_RUN, LINEAR_RUN, make_driver
 
-from k3jax.cache import SlotInit
-from k3jax.checkpoint import load_params
-from k3jax.config import K3Config
-from k3jax.decode.config import DecodeConfig
-from k3jax.decode.executor import Executor
-from k3jax.parallel import make_mesh
-from k3jax.request import SamplingParams
-from k3jax.sampling import sampling_row
-
-PAGE = 16
-CHUNK = 64
-GREEDY = SamplingParams(temperature=0.0)
-
-
-class Driver:
-    """An executor and what the host knows of its slots; a slot owns a fixed run of pages."""
-
-    def __init__(self, executor):
-        self.executor = executor
-        self.length = {}
-
-    def updates(self, slot, first, end):
-        """Page updates for the tokens from `first` up to `end`."""
-        own = 1 + (slot - 1) * self.executor.sizes.max_pages
-        return [(slot, index, own + index) for index in range(first // PAGE, -(-end // PAGE))]
-
-    def run(self, step, batch, updates):
-        if updates:
-            batch.page_updates[: len(updates)] = updates
-        output = jax.tree.map(np.asarray, self.executor.run(step, batch))
-        assert output.health == 0
-        return output
-
-    def admit(self, slot, prompt, params=GREEDY):
-        row = sampling_row(params, (), len(prompt), 0)
-        self.executor.admit(slot, SlotInit(np.int32(len(prompt)), row))
-        self.length[slot] = 0
-
-    def chunk(self, parts, *, final, following=None, pad=0):
-        """Prefill one chunk of each slot: {slot: ids}."""
-        step = next(step for step in self.executor.steps if step.kind == "prefill")
-        batch = self.executor.empty_batch(step)
-        batch.tokens[:] = pad
-        updates = []
-        for index, (slot, ids) in enumerate(parts.items()):
-            batch.slots[index], batch.rows[index] = slot, len(ids)
-            batch.tokens[index, : len(ids)] = ids
-            batch.final[index] = final
-            batch.following[index] = -1 if following is None else following[slot]
-            end = self.length[slot] + len(ids)
-            updates += self.updates(slot, self.length[slot], end)
-            self.length[slot] = end
-        return self.run(step, batch, updates)
-
-    def prefill(self, slot, prompt, *, chunk=CHUNK, params=GREEDY, pad=0):
-        """Admit a prompt and prefill it in chunks; returns the last output."""
-        self.admit(slot, prompt, params)
-        for start in range(0, len(prompt), chunk):
-            end = start + chunk
-            output = self.chunk({slot: prompt[start:end]}, final=end >= len(prompt), pad=pad)
-        return output
-
-    def decode(self, slots, rows=1, drafts=None):
-        """One decode step; drafts {slot: ids}. Returns {slot: emitted tokens}, and the output."""
-        step = next(s for s in self.executor.steps if (s.kind, s.rows) == ("decode", rows))
-        batch = self.executor.empty_batch(step)
-        updates = []
-        for index, slot in enumerate(slots):
-            batch.slots[index] = slot
-            if drafts is not None:
-                batch.drafts[index] = drafts[slot]
-            updates += self.updates(slot, self.length[slot], self.length[slot] + rows)
-        output = self.run(step, batch, updates)
-        emitted = {}
-        for index, slot in enumerate(slots):
-            emitted[slot] = output.tokens[index, : output.count[index]].tolist()
-            self.length[slot] += output.count[index]
-        return emitted, output
-
-    def greedy(self, slot, prompt, count, *, drafter=None, rows=1, chunk=CHUNK, pad=0):
-        """`count` tokens after a prompt; drafter(tokens so far) -> rows - 1 drafts."""
-        tokens = self.prefill(slot, prompt, chunk=chunk, pad=pad).tokens[0].tolist()
-        while len(tokens) < count:
-            drafts = None if drafter is None else {slot: drafter(tokens)}
-            tokens += self.decode([slot], rows, drafts)[0][slot]
-        return tokens[:count]
-
-
-def only_layers(params, config, count):
-    """The first layers of a model as a model of their own."""
-    layers = {index: params["layers"][index] for index in range(count)}
-    config = replace(
-        config, num_layers=count, mixers=config.mixers[:count], ffns=config.ffns[:count]
-    )
-    return {**params, "layers": layers}, config
-
-
-def make_driver(path, *, tp=1, layers=None, **options):
-    config, mesh = K3Config.from_file(path), make_mesh(tp)
-    params = load_params(path, config, mesh)
-    if layers is not None:
-        params, config = only_layers(params, config, layers)
-    decode_config = DecodeConfig(
-        dtype="float32",
-        tp=tp,
-        max_context=256,
-        page_size=PAGE,
-        prefill_buckets=((2, CHUNK),),
-        **options,
-    )
-    return Driver(Executor(params, config, decode_config, mesh, progress=lambda text: None))
+from k3jax import lm
 
 
 @pytest.fixture(scope="session")
 def k3(golden):
     """k3-tiny-a in float32: 4 requests, decode steps of 1, 2 and 4 rows."""
-    builds = ((1, 4), (2, 4), (4, 4))
-    return make_driver(golden / "k3-tiny-a", max_requests=4, num_spec=3, builds=builds)
+    return make_driver(golden / "k3-tiny-a", **K3_RUN)
 
 
 @pytest.fixture(scope="session")
 def linear(golden):
     """kimi-linear-tiny in float32: 2 requests, plain decode."""
-    return make_driver(golden / "kimi-linear-tiny", max_requests=2)
+    return make_driver(golden / "kimi-linear-tiny", **LINEAR_RUN)
 
 
 @pytest.fixture(scope="session")
@@ -153,3 +40,10 @@ def close():
         assert relative <= 1e-5, (name, relative)
 
     return check
+
+
+@pytest.fixture(scope="session")
+def models(golden):
+    """Both models in float32 as notebooks load them, to run the steps that the drivers run."""
+    options = {"k3-tiny-a": K3_RUN, "kimi-linear-tiny": LINEAR_RUN}
+    return {name: lm.load(golden / name, dtype="float32", **run) for name, run in options.items()}

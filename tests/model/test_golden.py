@@ -25,12 +25,6 @@ K3_NAMES = {
 
 
 @pytest.fixture(scope="module")
-def models(golden):
-    names = ("k3-tiny-a", "kimi-linear-tiny")
-    return {name: lm.load(golden / name, dtype="float32", page_size=16) for name in names}
-
-
-@pytest.fixture(scope="module")
 def traces(models, numbers):
     """Traces of every recorded sequence, all padded to one length."""
     with pytest.MonkeyPatch.context() as patch:

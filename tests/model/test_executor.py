@@ -1,0 +1,110 @@
+"""Donation, sizing, refusals, and the seam between modules and packed parameters."""
+
+import jax
+import numpy as np
+import pytest
+from driving import LINEAR_RUN, make_driver
+
+from k3jax.cache import commit, fixed_bytes, page_bytes
+from k3jax.config import K3Config
+from k3jax.decode import executor as executor_module
+from k3jax.decode.batch import Step
+from k3jax.decode.config import DecodeConfig
+from k3jax.decode.executor import Executor, check_params
+from k3jax.model.decoder import abstract_decoder
+from k3jax.params import packed_shapes, packed_specs
+
+
+@pytest.mark.parametrize("model", ["k3-tiny-a", "kimi-linear-tiny"])
+@pytest.mark.parametrize("tp", [1, 2])
+def test_modules_declare_the_packed_tree(golden, model, tp):
+    config = K3Config.from_file(golden / model)
+    _, local = abstract_decoder(config, tp, "reference", "float32")
+
+    def whole(shape, spec):
+        split = [*spec, *[None] * (len(shape.shape) - len(spec))]
+        sizes = zip(shape.shape, split, strict=True)
+        return tuple(n if axis is None else n * tp for n, axis in sizes), shape.dtype
+
+    wanted = packed_shapes(config, tp)
+    assert jax.tree.map(whole, local, packed_specs(config)) == jax.tree.map(
+        lambda shape: (shape.shape, shape.dtype), wanted
+    )
+
+
+def scenario(driver, arrays):
+    """A slot that is used twice, beside another; everything the host and the caches see."""
+    first, second = arrays["seq0.input_ids"], arrays["seq1.input_ids"]
+    driver.prefill(1, first)
+    seen = [driver.decode([1])[1] for _ in range(3)]
+    driver.admit(1, second)
+    driver.admit(2, first)
+    seen.append(driver.chunk({1: second[:60], 2: first[:20]}, final=False))
+    seen.append(driver.chunk({2: first[20:], 1: second[60:]}, final=True))
+    seen += [driver.decode([2, 1])[1] for _ in range(3)]
+    return jax.tree.leaves((seen, jax.tree.map(np.asarray, driver.executor.cache)))
+
+
+def test_donation_changes_nothing(linear, numbers, golden, monkeypatch):
+    donating = executor_module.build_step
+    monkeypatch.setattr(
+        executor_module,
+        "build_step",
+        lambda *args, **options: jax.jit(donating(*args, **options).__wrapped__),
+    )
+    plain = make_driver(golden / "kimi-linear-tiny", **LINEAR_RUN)
+    monkeypatch.undo()
+    driver = make_driver(golden / "kimi-linear-tiny", **LINEAR_RUN)  # as new as `plain`
+    before = driver.executor.cache
+    arrays = numbers["kimi-linear-tiny"]
+    for found, wanted in zip(scenario(driver, arrays), scenario(plain, arrays), strict=True):
+        assert found.tobytes() == wanted.tobytes()
+    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(before))
+
+
+def test_no_output_shares_a_donated_buffer(linear):
+    executor = linear.executor
+    step = executor.steps[-1]
+    output = executor.run(step, executor.empty_batch(step))
+    executor.run(step, executor.empty_batch(step))
+    assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(output))
+
+
+def test_commit_leaves_nothing_pending(linear, numbers):
+    """After a commit of all slots the text goes on as it would have."""
+    arrays = numbers["kimi-linear-tiny"]
+    wanted = arrays["seq0.greedy"].tolist()
+    assert linear.greedy(1, arrays["seq0.input_ids"], 6) == wanted[:6]
+    executor = linear.executor
+    slots, accepted = np.arange(3, dtype=np.int32), np.array(executor.cache.slots.accepted)
+    assert accepted[1] == 1
+    executor.cache = jax.jit(commit, donate_argnums=0)(executor.cache, slots, accepted)
+    assert not np.asarray(executor.cache.slots.accepted).any()
+    tokens = [token for _ in range(3) for token in linear.decode([1])[0][1]]
+    assert tokens == wanted[6:9]
+
+
+def test_refusals(linear):
+    executor = linear.executor
+    with pytest.raises(ValueError, match="was not compiled"):
+        executor.run(Step("decode", 7, 1), None)
+    with pytest.raises(ValueError, match=r"slot 3 lies outside \[1, 2\]"):
+        executor.admit(3, None)
+    config, decode_config = executor.config, executor.decode_config
+    wrong = {**executor.params, "extra": executor.params["norm"], "norm": executor.params["embed"]}
+    with pytest.raises(ValueError, match=r"\['extra'\] is .*\['norm'\] is ") as error:
+        check_params(wrong, config, 1)
+    assert "embed" not in str(error.value)
+    small = DecodeConfig(**{**LINEAR_RUN, "dtype": "float32", "cache_memory": 10_000})
+    with pytest.raises(ValueError, match="lower max_requests or max_context"):
+        Executor(executor.params, config, small, executor.mesh)
+    assert decode_config.cache_memory is None
+
+
+def test_pages_fill_the_cache_memory(linear):
+    executor = linear.executor
+    config, sizes = executor.config, executor.sizes
+    leaves = jax.tree.leaves(executor.cache)
+    total = sum(leaf.nbytes for leaf in leaves)
+    pages = sizes.pages * page_bytes(config, sizes, "float32")
+    assert total == pages + fixed_bytes(config, sizes, "float32", 1)

@@ -1,0 +1,76 @@
+"""Two ranks give the texts of one, and agree with each other bit for bit."""
+
+import jax
+import numpy as np
+import pytest
+from driving import CHUNK, PAGE, make_driver
+
+from k3jax.model import ffn
+from k3jax.parallel import AXIS, REPLICATED, make_mesh, spec, spmd
+
+
+@pytest.fixture(scope="module")
+def two(golden):
+    """k3-tiny-a on two ranks, decode steps of two rows."""
+    return make_driver(
+        golden / "k3-tiny-a",
+        tp=2,
+        max_requests=2,
+        max_context=128,
+        page_size=PAGE,
+        num_spec=1,
+        builds=((2, 2),),
+        prefill_buckets=((2, CHUNK),),
+    )
+
+
+def test_two_ranks_give_the_text_of_one(two, numbers):
+    arrays = numbers["k3-tiny-a"]
+    prompt, wanted = arrays["seq1.input_ids"], arrays["seq1.greedy"].tolist()
+
+    def drafter(tokens):
+        return [wanted[len(tokens)] if len(tokens) % 3 else -1]
+
+    assert two.greedy(1, prompt, 24, drafter=drafter, rows=2, chunk=16) == wanted
+
+
+def test_what_is_replicated_is_bit_equal_on_every_rank(two, numbers):
+    """`check_vma` is off, so nothing but this says that replicated results really are."""
+    step = two.executor.steps[0]
+    two.prefill(2, numbers["k3-tiny-a"]["seq0.input_ids"])
+    two.decode([2], 2, {2: [5]})
+    output = two.executor.run(step, two.executor.empty_batch(step))
+    whole = [
+        leaf
+        for leaf in jax.tree.leaves((output, two.executor.cache, two.executor.health))
+        if leaf.sharding.is_fully_replicated
+    ]
+    assert len(whole) > 25
+    for leaf in whole:
+        first, second = (np.asarray(shard.data) for shard in leaf.addressable_shards)
+        assert first.tobytes() == second.tobytes()
+
+
+def test_ranks_that_choose_different_experts_are_found():
+    mesh = make_mesh(4)
+    partial = np.ones((3, 8), np.float32)
+
+    def reduce(experts):
+        return ffn.reduce_once(partial, partial[:, :4], experts[0], merge=False)
+
+    function = jax.jit(spmd(reduce, mesh, (spec("heads"),), REPLICATED))
+    experts = np.broadcast_to(np.array([[3, 1], [0, 895], [7, 2]], np.int32), (4, 3, 2)).copy()
+    routed, shared, health = function(experts)
+    assert health == 0
+    assert (np.asarray(routed) == 4).all()
+    assert shared.shape == (3, 4)
+    for change in ([1, 3], [3, 2], [0, 0]):  # another order, another expert, both others
+        other = experts.copy()
+        other[2, 0] = change
+        assert function(other)[2] == ffn.BIT_DIVERGED
+
+
+def test_a_mesh_needs_its_devices():
+    assert make_mesh(2).axis_names == (AXIS,)
+    with pytest.raises(ValueError, match="needs that many devices, have 8"):
+        make_mesh(9)
