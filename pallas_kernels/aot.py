@@ -75,7 +75,7 @@ def triton_kernels(lowered: jax.stages.Lowered) -> list[LoweredKernel]:
         # A cache hint, which triton 3.9 spells otherwise.
         text = re.sub(r" evictionPolicy = \w+", "", text)
         # The barrier's bytecode properties, which jaxlib prints raw.
-        text = re.sub(r'"gpu\.barrier"\(\) <[^>]*> : \(\) -> \(\)', "gpu.barrier", text)
+        text = re.sub(r'"gpu\.barrier"\(\) <.*?> : \(\) -> \(\)', "gpu.barrier", text)
         grid = tuple(config[f"grid_{axis}"].value for axis in "xyz")
         kernel = LoweredKernel(
             name=config["name"].value,
