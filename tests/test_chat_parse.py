@@ -70,6 +70,8 @@ TAIL = "⟩message§■"
         ("Hm.⟨⟨⟩§§⟨response§Yes⟨", [("reasoning", "Hm."), ("content", "Yes")]),
         ("Hm.⟩thi", [("reasoning", "Hm.")]),  # the stream ends inside a tag
         ('Hm.⟨call tool="get', [("reasoning", "Hm.")]),
+        ('Hm.⟨call tool="get some rest', [("reasoning", 'Hm.call tool="get some rest')]),
+        ('Hm.⟨call tool="get;', [("reasoning", 'Hm.call tool="get;')]),
         ('⟨response lang="de"§Ja', [("content", "Ja")]),  # an unknown attribute
         ('⟨response lang="de', [("content", ' lang="de')]),
         ("Hm.■more", [("reasoning", "Hm."), ("content", "more")]),  # ends ignored

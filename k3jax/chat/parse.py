@@ -35,8 +35,9 @@ _CHANNEL: dict[str, Channel] = {"think": "think", "response": "response"}
 _ATTRIBUTE = r'\s+[a-z]+="[^"]*"'
 _HEADER = re.compile(rf"\s*([a-z]+)((?:{_ATTRIBUTE})*)(.*)", re.DOTALL)
 _UNFINISHED = re.compile(
-    rf'\s*([a-z]*)((?:{_ATTRIBUTE})*(?:\s+(?:([a-z]+)(?:=(?:"[^"]*)?)?)?)?)', re.DOTALL
+    rf'\s*([a-z]*)((?:{_ATTRIBUTE})*(?:\s+(?:([a-z]+)(?:=(?:"([^"]*))?)?)?)?)', re.DOTALL
 )
+_NAME = re.compile(r"[\w.:/-]*")
 _PAIR = re.compile(r'([a-z]+)="([^"]*)"')
 
 
@@ -272,22 +273,26 @@ def _may_become_tag(tag: str, header: str) -> bool:
     match = _UNFINISHED.fullmatch(header) if len(header) <= HEADER_CHARACTERS else None
     if match is None:
         return False
-    name, attributes, _ = match.groups()
+    name, attributes = match[1], match[2]
     if attributes:
         return name in _ATTRIBUTES and (tag == "open" or attributes.isspace())
     return any(known.startswith(name) for known in _ATTRIBUTES)
 
 
 def _is_cut_short(header: str) -> bool:
-    """Whether a header that may become a tag is the beginning of one: no name yet, or half an
-    attribute that the tag is known to have."""
+    """Whether a header that may become a tag is the beginning of one, and no text.
+
+    That is half a tag's name, or half of an attribute that the tag is known to have, whose value
+    so far reads like a name.
+    """
     match = _UNFINISHED.fullmatch(header)
     if match is None:
         return False
-    name, _, key = match.groups()
+    name, _, key, value = match.groups()
     if name not in _ATTRIBUTES:
         return True
-    return key is not None and any(known.startswith(key) for known in _ATTRIBUTES[name])
+    known = key is not None and any(known.startswith(key) for known in _ATTRIBUTES[name])
+    return known and _NAME.fullmatch(value or "") is not None
 
 
 def _unescape(value: str) -> str:
