@@ -4,9 +4,11 @@ import logging
 from dataclasses import replace
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from k3jax.cache import MlaPages
 from k3jax.checkpoint.loading import load_params
 from k3jax.config import K3Config
 from k3jax.decode.config import DecodeConfig
@@ -161,6 +163,47 @@ def test_aborts_in_flight_leave_the_others_alone(engine):
             assert len(texts[name]) < len(expected)
         else:
             assert texts[name] == expected
+
+
+def poison(executor, slot=None):
+    """Fill the recurrent states (of one slot, or all) and, for all, the latents with NaN."""
+
+    def spoil(layer):
+        if isinstance(layer, MlaPages):
+            return layer if slot else MlaPages(jnp.full_like(layer.latents, jnp.nan))
+        where = jnp.arange(layer.state.shape[0]) == slot if slot else jnp.bool_(True)
+        where = where.reshape(-1, 1, 1, 1)
+        return replace(layer, state=jnp.where(where, jnp.nan, layer.state))
+
+    executor.cache = replace(executor.cache, layers=tuple(map(spoil, executor.cache.layers)))
+
+
+def test_what_slots_and_pages_held_does_not_matter(model, engine):
+    _, executor = model
+    requests = {str(n): (prompt_of(4 + 6 * n), GREEDY) for n in range(3)}
+    expected = serve(engine, requests)
+    poison(executor)
+    assert serve(engine, requests) == expected
+
+
+def test_a_row_that_is_not_finite_ends_its_request_alone(model, engine):
+    """The request whose state is spoiled fails; the next tenant of its slot starts from zero."""
+    _, executor = model
+    good, bad = (prompt_of(6), GREEDY), (prompt_of(9), GREEDY)
+    expected = alone(engine, *good)
+    for name, (prompt, params) in {"good": good, "bad": bad}.items():
+        engine.add(Request(request_id=name, prompt_ids=prompt, params=params))
+    deltas = [delta for _ in range(4) for delta in engine.step()]
+    slot = next(item.slot for item in engine.scheduler.running if item.request_id == "bad")
+    poison(executor, slot)
+    while engine.has_work():
+        deltas += engine.step()
+    ends = {delta.request_id: delta for delta in deltas if delta.finish_reason}
+    assert (ends["bad"].finish_reason, ends["good"].finish_reason) == ("error", "length")
+    text = [token for delta in deltas if delta.request_id == "good" for token in delta.token_ids]
+    assert text == expected
+    again = {str(n): good for n in range(8)}
+    assert all(text == expected for text in serve(engine, again).values())
 
 
 def test_prompt_logprobs_are_the_recorded_ones(engine, recorded):
