@@ -34,6 +34,10 @@ class AttendTiles:
     columns: int  # latent columns of one product: a divisor of the padded latent
     warps: int
     stages: int
+    # Triton spreads the warps of a product that it sees feed another one over rows alone, and with
+    # 64 rows half of 8 warps repeat the others' work. It does not look through a branch.
+    guarded: bool = False
+    transposed: bool = False  # positions, and columns, go on the rows of the products
     reload: bool = False  # read the queries anew in each iteration
 
 
@@ -78,10 +82,13 @@ def attend_tiles(vectors: int, latent: int, *, exact: bool, platform: str) -> At
         warps = 8 if platform == "cuda" else 4  # as many threads: a wave has 64
         return AttendTiles(DOT_SIDE, 16, min(padded, 64), warps=warps, stages=1, reload=True)
     queries = min(side, 64)
+    if platform == "cuda" and queries == 64:
+        # 64 x 512 accumulators fill half the registers of a multiprocessor, held by 8 warps; two
+        # tiles of 64 cached rows, the queries and the weights fill its shared memory.
+        return AttendTiles(64, 64, padded, warps=8, stages=2, guarded=True)
     if platform == "cuda":
-        # 64 x 512 accumulators fill half the registers of a multiprocessor: 8 warps hold them.
-        # Two tiles of 64 cached rows and the queries fill its shared memory.
-        return AttendTiles(queries, 64, padded, warps=8 if queries > 32 else 4, stages=2)
+        # Bytes bound: the deepest pipeline of cached rows that shared memory holds.
+        return AttendTiles(queries, 64, padded, warps=8, stages=3)
     # One tile of 32 cached rows fits the 64 KiB of LDS of a gfx942, and queries stay in registers.
     return AttendTiles(min(queries, 32), 32, padded, warps=4, stages=2)
 
@@ -210,6 +217,11 @@ def attend(q_ref, pages_ref, table_ref, place: Place, shapes: Shapes, tiles: Att
         return [load(q_ref, (place.request, vector, cut.lane), cut.valid) for cut in slices]
 
     queries = read_queries(jnp.int32(0))
+    axis = 0 if tiles.transposed else 1  # of the positions, or of the columns
+
+    def wide(vector):
+        return jnp.expand_dims(vector, axis)
+
     ids = _Pages(table_ref, place, shapes, tiles.positions)
     offset = jnp.arange(tiles.positions, dtype=jnp.int32)
 
@@ -223,34 +235,51 @@ def attend(q_ref, pages_ref, table_ref, place: Place, shapes: Shapes, tiles: Att
         inside = ids.inside(index)[:, None]
         cached = [load(pages_ref, (page_here, inside, cut.lane), cut.valid) for cut in slices]
         lefts = read_queries(index) if tiles.reload else queries
-        scores = sum(_dot(left, right, (1, 1)) for left, right in zip(lefts, cached, strict=True))
-        visible = position[None, :] < place.seen[:, None]
-        scores = jnp.where(visible, scores * (scale * math.log2(math.e)), -jnp.inf)
-        new_top = jnp.maximum(top, jnp.max(scores, axis=1))
-        weight = jnp.exp2(scores - new_top[:, None])
-        rescale = jnp.exp2(top - new_top)
-        total = total * rescale + jnp.sum(weight, axis=1)
-        weight = weight.astype(pages_ref.dtype)
+        scores = [
+            _dot(*((key, query) if tiles.transposed else (query, key)), (1, 1))
+            for query, key in zip(lefts, cached, strict=True)
+        ]
+
+        def softmax(*scores):
+            visible = jnp.expand_dims(position, 1 - axis) < wide(place.seen)
+            masked = jnp.where(visible, sum(scores) * (scale * math.log2(math.e)), -jnp.inf)
+            new_top = jnp.maximum(top, jnp.max(masked, axis=axis))
+            weight = jnp.exp2(masked - wide(new_top))
+            rescale = jnp.exp2(top - new_top)
+            new_total = total * rescale + jnp.sum(weight, axis=axis)
+            return weight.astype(pages_ref.dtype), rescale, new_top, new_total
+
+        def never(*scores):
+            return sum(scores).astype(pages_ref.dtype), top, top, total
+
+        if tiles.guarded:
+            here = place.begin + index * tiles.positions < place.stop  # always
+            weight, rescale, new_top, new_total = lax.cond(here, softmax, never, *scores)
+        else:
+            weight, rescale, new_top, new_total = softmax(*scores)
         accs = tuple(
-            acc * rescale[:, None] + _dot(weight, value, (1, 0))
+            acc * wide(rescale)
+            + (_dot(value, weight, (0, 0)) if tiles.transposed else _dot(weight, value, (1, 0)))
             for acc, value in zip(accs, cached[: len(accs)], strict=True)
         )
         # The next ids are on their way while this iteration computes.
-        return accs, new_top, total, ids.load(index + 1), bad | wrong.astype(jnp.int32)
+        return accs, new_top, new_total, ids.load(index + 1), bad | wrong.astype(jnp.int32)
 
     side = tiles.queries
     chunks = sum(cut.value for cut in slices)
     first_page = ids.load(jnp.int32(0))
     carry = (
-        (jnp.zeros((side, tiles.columns), jnp.float32),) * chunks,
+        (jnp.zeros((tiles.columns, side)[:: 1 if tiles.transposed else -1], jnp.float32),) * chunks,
         jnp.full((side,), NOTHING, jnp.float32),
         jnp.zeros((side,), jnp.float32),
         first_page,
         jnp.zeros(first_page.shape, jnp.int32),
     )
     steps = lax.div(place.stop - place.begin + (tiles.positions - 1), jnp.int32(tiles.positions))
-    accs, top, total, _, bad = lax.fori_loop(0, jnp.maximum(steps, 0), body, carry)
-    inverse = (1.0 / jnp.where(total == 0.0, 1.0, total))[:, None]
+    # The caller leaves out empty ranges. A loop that might not run once makes NVIDIA's assembler
+    # wait for each matrix instruction in turn (its note C7515).
+    accs, top, total, _, bad = lax.fori_loop(0, jnp.maximum(steps, 1), body, carry)
+    inverse = wide(1.0 / jnp.where(total == 0.0, 1.0, total))
     out = tuple(acc * inverse for acc in accs)
     infinite = sum(jnp.sum(jnp.where(part * 0.0 == 0.0, 0, 1)) for part in out)
     if bad.ndim:
@@ -259,15 +288,23 @@ def attend(q_ref, pages_ref, table_ref, place: Place, shapes: Shapes, tiles: Att
     return out, top, total, word
 
 
-def store_vectors(ref: Any, lead: tuple, place: Place, out, shapes: Shapes, columns: int) -> None:
-    """Store the tile's vectors f32[M, C] each at ref[*lead, vector, :L]."""
-    here = (place.vector < shapes.vectors)[:, None]
-    for part, cut in zip(out, _column_slices(shapes, columns), strict=False):
-        launch.store(
-            ref.at[(*lead, place.vector[:, None], cut.lane)],
-            part.astype(ref.dtype),
-            mask=_both(here, cut.valid),
-        )
+def store_vectors(ref, lead: tuple, place: Place, out, shapes: Shapes, tiles: AttendTiles) -> None:
+    """Store the tile's vectors, as `attend` returns them, at ref[*lead, vector, :L]."""
+    for part, cut in zip(out, _column_slices(shapes, tiles.columns), strict=False):
+        lane, vector, valid = cut.lane, place.vector[:, None], cut.valid
+        if tiles.transposed:
+            lane, vector = lane.reshape(-1, 1), place.vector[None, :]
+            valid = None if valid is None else valid.reshape(-1, 1)
+        mask = _both(vector < shapes.vectors, valid)
+        launch.store(ref.at[(*lead, vector, lane)], part.astype(ref.dtype), mask=mask)
+
+
+def store_zeros(ref, lead: tuple, place: Place, shapes: Shapes, tiles: AttendTiles) -> None:
+    """Store zeros for the tile's vectors at ref[*lead, vector, :L]."""
+    shape = (tiles.queries, tiles.columns)[:: -1 if tiles.transposed else 1]
+    chunks = -(-shapes.latent // tiles.columns)
+    out = (jnp.zeros(shape, jnp.float32),) * chunks
+    store_vectors(ref, lead, place, out, shapes, tiles)
 
 
 def per_platform(make: Callable[[str], Callable[..., Any]], *args: jax.Array) -> Any:

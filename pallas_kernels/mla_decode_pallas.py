@@ -27,11 +27,13 @@ from pallas_kernels.mla_attend_pallas import (
     power_of_two,
     shapes_of,
     store_vectors,
+    store_zeros,
 )
 
-# Compute units of an H200, and of an MI355X. The tiles leave room for one program on each.
-UNITS = {"cuda": 132, "rocm": 256}
-COMBINE_CHUNK = 16  # ranges whose results a program of the combine launch holds at once
+# Compute units of an H200, and of an MI355X; the tiles leave room for one program on each.
+# Interpretation runs the programs one after another.
+UNITS = {"cuda": 132, "rocm": 256, "interpret": 8}
+COMBINE_ELEMENTS = 8192  # partial results of a program of the combine launch: 64 a thread
 
 
 def choose_splits(shapes: Shapes, tiles: AttendTiles, platform: str) -> int:
@@ -62,7 +64,11 @@ def _attend_kernel(
     beyond = base_ref[request] + valid_ref[request] > shapes.capacity
     beyond = jnp.where(beyond & (valid_ref[request] > 0), BIT_PAGE, 0)
 
+    lead = (request,) if splits == 1 else (request, split)
+
     def leave():
+        if splits == 1:
+            store_zeros(out_ref, lead, place, shapes, tiles)
         launch.store(
             lse_ref.at[request, split, place.vector],
             jnp.full((tiles.queries,), -jnp.inf, jnp.float32),
@@ -72,16 +78,12 @@ def _attend_kernel(
 
     def work():
         out, top, total, word = attend(q_ref, pages_ref, table_ref, place, shapes, tiles, scale)
-        lead = (request,) if splits == 1 else (request, split)
-        store_vectors(out_ref, lead, place, out, shapes, tiles.columns)
+        store_vectors(out_ref, lead, place, out, shapes, tiles)
         lse = jnp.where(total == 0.0, -jnp.inf, top + jnp.log2(total))
         launch.store(lse_ref.at[request, split, place.vector], lse, mask=here)
         word_ref[request, split, tile] = word | beyond
 
-    if splits == 1:
-        work()
-    else:
-        lax.cond(place.begin < place.stop, work, leave)
+    lax.cond(place.begin < place.stop, work, leave)
 
 
 def _combine_kernel(
@@ -94,36 +96,35 @@ def _combine_kernel(
     health_ref,  # u32[1]
     *,
     shapes: Shapes,
+    columns: int,
 ):
-    vector, request = pl.program_id(0), pl.program_id(1)
+    vector, request, cut = pl.program_id(0), pl.program_id(1), pl.program_id(2)
     splits, words = lse_ref.shape[1], word_ref.shape[1]
-    lane = lax.broadcasted_iota(jnp.int32, (1, power_of_two(shapes.latent)), 1)
+    lane = cut * columns + lax.broadcasted_iota(jnp.int32, (1, columns), 1)
     valid = lane < shapes.latent
-    side = power_of_two(splits)
-    every = jnp.arange(side, dtype=jnp.int32)
-    empty = jnp.float32(-jnp.inf)
-    lse = launch.load(lse_ref.at[request, every, vector], mask=every < splits, other=empty)
+    split = jnp.arange(power_of_two(splits), dtype=jnp.int32)
+    lse = launch.load(
+        lse_ref.at[request, split, vector], mask=split < splits, other=jnp.float32(-jnp.inf)
+    )
+    # An empty range has written no result.
+    live = (lse != -jnp.inf)[:, None] & valid
+    part = load(part_ref, (request, split[:, None], vector, lane), live).astype(jnp.float32)
     top = jnp.max(lse)
-    top = jnp.where(top == -jnp.inf, 0.0, top)
-    total = jnp.sum(jnp.exp2(lse - top))
-    acc = jnp.zeros(lane.shape, jnp.float32)
-    step = min(side, COMBINE_CHUNK)
-    for start in range(0, splits, step):
-        split = start + jnp.arange(step, dtype=jnp.int32)
-        lse = launch.load(lse_ref.at[request, split, vector], mask=split < splits, other=empty)
-        live = (lse != -jnp.inf)[:, None] & valid
-        part = load(part_ref, (request, split[:, None], vector, lane), live).astype(jnp.float32)
-        acc += jnp.sum(part * jnp.exp2(lse - top)[:, None], axis=0)[None, :]
-    out = acc * (1.0 / jnp.where(total == 0.0, 1.0, total))
+    weight = jnp.exp2(lse - jnp.where(top == -jnp.inf, 0.0, top))
+    total = jnp.sum(weight)
+    out = jnp.sum(part * weight[:, None], axis=0)[None, :]
+    out = out * (1.0 / jnp.where(total == 0.0, 1.0, total))
     launch.store(out_ref.at[request, vector, lane], out.astype(out_ref.dtype), mask=valid)
 
-    @pl.when(vector == 0)
+    first = (vector == 0) & (cut == 0)
+
+    @pl.when(first)
     def _():
         column = jnp.arange(power_of_two(words), dtype=jnp.int32)
         word = load(word_ref, (request, column), column < words)
         flag_ref[request] = (jnp.max(word & BIT_NONFINITE) > 0) & (valid_ref[request] > 0)
 
-    @pl.when((vector == 0) & (request == 0))
+    @pl.when(first & (request == 0))
     def _():
         count = shapes.batch * words
         flat = jnp.arange(power_of_two(count), dtype=jnp.int32)
@@ -157,7 +158,7 @@ def attend_pages(
         )  # fmt: skip
 
     args = (q, pages, page_table, base, valid)
-    return make("rocm")(*args) if interpret else per_platform(make, *args)
+    return make("interpret")(*args) if interpret else per_platform(make, *args)
 
 
 def launch_tiles(
@@ -185,11 +186,13 @@ def launch_tiles(
         flags = jnp.any(words & BIT_NONFINITE != 0, axis=1) & (valid > 0)
         health = jnp.max(words & BIT_PAGE).astype(jnp.uint32)
         return part.reshape(*q.shape[:3], shapes.latent), flags, health
+    padded = power_of_two(shapes.latent)
+    columns = min(padded, max(32, COMBINE_ELEMENTS // power_of_two(splits)))
     out, flags, health = launch.launch(
-        partial(_combine_kernel, shapes=shapes),
+        partial(_combine_kernel, shapes=shapes, columns=columns),
         part, lse, words, valid,
         name="mla_combine",
-        grid=(vectors, batch),
+        grid=(vectors, batch, padded // columns),
         out_shape=(
             jax.ShapeDtypeStruct((batch, vectors, shapes.latent), q.dtype),
             jax.ShapeDtypeStruct((batch,), jnp.bool_),

@@ -12,7 +12,7 @@ from pallas_kernels.cases import select
 from . import oracles
 from .oracles import DTYPES, assert_close, assert_same_bits, made, tiny, wide
 
-IMPLS = ["reference"]
+IMPLS = ["reference", "interpret", pytest.param("pallas", marks=pytest.mark.gpu)]
 
 
 def seen_rows(arrays, rows):
@@ -62,7 +62,8 @@ def test_matches_float64(case, dtype, impl):
 def decode():
     """A small decode case, compiled once for the tests below."""
     case = select("mla_decode", "tiny")[0]
-    return {impl: jax.jit(bind(case, impl)) for impl in IMPLS}, made(case, jnp.float32)
+    impls = ("reference", "interpret", "pallas")
+    return {impl: jax.jit(bind(case, impl)) for impl in impls}, made(case, jnp.float32)
 
 
 @pytest.mark.parametrize("impl", IMPLS)
