@@ -11,9 +11,9 @@ BACKENDS = ("auto", "specialized", "stock")
 IMPLS = ("reference", "pallas", "interpret")
 
 
-def powers_up_to(limit: int) -> tuple[int, ...]:
-    """1, 2, 4, ... below `limit`, then `limit` itself."""
-    return (*(1 << n for n in range(limit.bit_length()) if 1 << n < limit), limit)
+def ladder(limit: int) -> tuple[int, ...]:
+    """1, 4, 16, ... below `limit`, then `limit` itself."""
+    return (*(4**n for n in range(limit.bit_length()) if 4**n < limit), limit)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +82,7 @@ class DecodeConfig:
 
     def _default_builds(self) -> tuple[tuple[int, int], ...]:
         rows = sorted({1, self.pending})
-        return tuple((q, requests) for q in rows for requests in powers_up_to(self.max_requests))
+        return tuple((q, requests) for q in rows for requests in ladder(self.max_requests))
 
     def _default_buckets(self) -> tuple[tuple[int, int], ...]:
         longest = min(2048, self.max_context)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import replace
 from typing import Any
 
@@ -12,6 +14,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding
+from jax.stages import Compiled, Lowered
 
 from k3jax.cache import (
     Cache,
@@ -74,7 +77,7 @@ class Executor:
         )
         self.steps = steps_of(decode_config)
         self.sizes = self._choose_sizes()
-        self._compiled = {step: self._compile(step, self.sizes) for step in self.steps}
+        self._compiled = self._compile_all()
         self.cache: Cache = make_cache(config, self.sizes, decode_config.dtype, mesh)
         self._admit = self._compile_admit()
         self.health = jax.device_put(np.uint32(0), NamedSharding(mesh, REPLICATED))
@@ -102,7 +105,24 @@ class Executor:
         """A batch of null requests for `step`, new numpy arrays to be filled in."""
         return empty_batch(step, self.sizes, self.config.vocab_size)
 
-    def _compile(self, step: Step, sizes: CacheSizes) -> Any:
+    def _compile_all(self) -> dict[Step, Compiled]:
+        """Every step compiled; tracing holds Python's lock, so only the compilers run abreast."""
+        with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
+            started = {
+                pool.submit(compile_timed, self._lower(step, self.sizes)): step
+                for step in self.steps
+            }
+            compiled = {}
+            for future in as_completed(started):
+                step = started[future]
+                compiled[step], seconds = future.result()
+                self.compilations += 1
+                name = f"{step.kind} of {step.requests} x {step.rows}"
+                done = f"{len(compiled)} of {len(started)}"
+                self.progress(f"compiled {name} ({done}) in {seconds:.1f} s")
+            return compiled
+
+    def _lower(self, step: Step, sizes: CacheSizes) -> Lowered:
         config, decode_config = self.config, self.decode_config
         specs = packed_specs(config)
         function = build_step(
@@ -111,12 +131,7 @@ class Executor:
         cache = abstract_cache(config, sizes, decode_config.dtype, self.mesh)
         batch = empty_batch(step, sizes, config.vocab_size)
         health = self._replicated(np.uint32(0))
-        begin = time.perf_counter()
-        compiled = function.lower(self.params, cache, batch, health).compile()
-        self.compilations += 1
-        seconds = time.perf_counter() - begin
-        self.progress(f"compiled {step.kind} of {step.requests} x {step.rows} in {seconds:.1f} s")
-        return compiled
+        return function.lower(self.params, cache, batch, health)
 
     def _compile_admit(self) -> Any:
         whole = jax.tree.map(lambda leaf: leaf.sharding, self.cache.slots)
@@ -167,12 +182,22 @@ class Executor:
         largest = (next(s for s in self.steps if s.kind == kind) for kind in ("prefill", "decode"))
         scratch = 0
         for step in largest:
-            analysis = self._compile(step, profiling).memory_analysis()
+            analysis = self._lower(step, profiling).compile().memory_analysis()
+            if analysis is None:
+                raise NotImplementedError(
+                    f"this backend does not say what memory {step} needs: set cache_memory"
+                )
             scratch = max(
                 scratch, analysis.temp_size_in_bytes + analysis.generated_code_size_in_bytes
             )
         limit = int(stats["bytes_limit"] * (1 - RESERVE))
         return max(0, limit - stats["bytes_in_use"] - scratch)
+
+
+def compile_timed(lowered: Lowered) -> tuple[Compiled, float]:
+    """The executable, and the seconds it took."""
+    begin = time.perf_counter()
+    return lowered.compile(), time.perf_counter() - begin
 
 
 def check_params(params: Any, config: K3Config, tp: int) -> None:

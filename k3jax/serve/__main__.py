@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import os
 import re
 import sys
 from collections.abc import Sequence
@@ -45,7 +46,7 @@ def front_settings(arguments: Sequence[str] | None = None) -> FrontSettings:
         decode_backend=given.decode_backend,
         impl=given.impl,
         builds=given.builds,
-        compile_cache=given.compile_cache,
+        compile_cache=None if given.compile_cache == "none" else given.compile_cache,
     )
     return FrontSettings(
         model=model,
@@ -78,7 +79,12 @@ def _parser() -> argparse.ArgumentParser:
         metavar="QxREQUESTS,...",
         help="decode steps to compile: rows of each request x requests, as 1x1,1x8",
     )
-    add("--compile-cache", metavar="DIR", help="keep compiled steps there")
+    add(
+        "--compile-cache",
+        metavar="DIR",
+        default=str(_cache_home() / "k3jax"),
+        help="keep compiled steps there for the next start; none: do not (default: %(default)s)",
+    )
     add(
         "--on-fault",
         choices=("exit",),
@@ -93,6 +99,10 @@ def _parser() -> argparse.ArgumentParser:
         help="that open requests get to end after SIGTERM (default: %(default)s)",
     )
     return parser
+
+
+def _cache_home() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
 
 
 def _count(text: str) -> int:
