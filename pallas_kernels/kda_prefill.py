@@ -31,15 +31,11 @@ def kda_prefill(
 
     Returns (out [B, T, H*V], cache, flags bool[B], health u32[]) as `kda_decode` does.
     """
-    require_impl("kda_prefill", impl)
-    return kda_prefill_reference(
-        rows,
-        weights,
-        cache,
-        slots,
-        accepted,
-        fresh,
-        lengths=lengths,
-        lower_bound=lower_bound,
-        norm_eps=norm_eps,
-    )
+    require_impl("kda_prefill", impl, ("reference", "pallas", "interpret"))
+    options = {"lengths": lengths, "lower_bound": lower_bound, "norm_eps": norm_eps}
+    arguments = (rows, weights, cache, slots, accepted, fresh)
+    if impl == "reference":
+        return kda_prefill_reference(*arguments, **options)
+    from pallas_kernels.kda_prefill_pallas import kda_prefill_pallas
+
+    return kda_prefill_pallas(*arguments, **options, interpret=impl == "interpret")
