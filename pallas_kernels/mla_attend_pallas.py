@@ -70,7 +70,8 @@ def power_of_two(size: int) -> int:
 def shapes_of(q: jax.Array, pages: jax.Array, page_table: jax.Array, latent: int) -> Shapes:
     """Read the sizes off the operands of an op."""
     batch, rows, heads, width = q.shape
-    return Shapes(batch, rows, heads, latent, width - latent, *pages.shape[:2], page_table.shape[1])
+    count, page, _ = pages.shape
+    return Shapes(batch, rows, heads, latent, width - latent, count, page, page_table.shape[1])
 
 
 def attend_tiles(vectors: int, latent: int, *, exact: bool, platform: str) -> AttendTiles:
@@ -90,7 +91,9 @@ def attend_tiles(vectors: int, latent: int, *, exact: bool, platform: str) -> At
         # Bytes bound: the deepest pipeline of cached rows that shared memory holds.
         return AttendTiles(queries, 64, padded, warps=8, stages=3)
     # One tile of 32 cached rows fits the 64 KiB of LDS of a gfx942, and queries stay in registers.
-    return AttendTiles(min(queries, 32), 32, padded, warps=4, stages=2)
+    queries = min(queries, 32)
+    # 16 vectors take half the matrix instructions, and registers, as columns.
+    return AttendTiles(queries, 32, padded, warps=4, stages=2, transposed=queries == 16)
 
 
 def _dot(left: jax.Array, right: jax.Array, contract: tuple[int, int]) -> jax.Array:
@@ -235,10 +238,10 @@ def attend(q_ref, pages_ref, table_ref, place: Place, shapes: Shapes, tiles: Att
         inside = ids.inside(index)[:, None]
         cached = [load(pages_ref, (page_here, inside, cut.lane), cut.valid) for cut in slices]
         lefts = read_queries(index) if tiles.reload else queries
-        scores = [
-            _dot(*((key, query) if tiles.transposed else (query, key)), (1, 1))
-            for query, key in zip(lefts, cached, strict=True)
-        ]
+        pairs = (
+            zip(cached, lefts, strict=True) if tiles.transposed else zip(lefts, cached, strict=True)
+        )
+        scores = [_dot(left, right, (1, 1)) for left, right in pairs]
 
         def softmax(*scores):
             visible = jnp.expand_dims(position, 1 - axis) < wide(place.seen)
