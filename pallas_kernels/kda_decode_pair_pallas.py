@@ -14,14 +14,14 @@ from jax.experimental import pallas as pl
 from pallas_kernels import launch
 from pallas_kernels.kda_rows_pallas import (
     Block,
-    convolve,
-    fresh_decay,
+    Convolution,
+    Gates,
     l2_normalize,
     locate,
     moved_window,
     read,
+    read_raw,
     report,
-    sigmoid,
 )
 
 
@@ -53,35 +53,30 @@ def pair_kernel(
     padded = tile != (key_dim, value_dim)
     state_valid = (key_row < key_dim) & value_valid if padded else None
     state_at = (slot, head, key_row, value_lane)
-    state = read(cache.state, state_at, state_valid)
-
+    key_column = heads * key_dim + head * key_dim
+    columns = [
+        (head * key_dim + lane, valid),
+        (key_column + lane, valid),
+        (2 * heads * key_dim + head * value_dim + value_lane, value_valid),
+    ]
+    mixed = [Convolution(block, rows, weights, *at) for at in columns]
+    gates = Gates(block, rows, weights, lane, value_lane, (key_dim, value_dim))
+    state = read_raw(cache.state, state_at, state_valid)
+    for convolution in mixed:
+        convolution.load_past(cache)
+    windows = [moved_window(block, cache, *at) for at in columns]
     old_at = (slot, only, head)
     is_old = block.is_old
     old_key = read(cache.pending.key, (*old_at, lane), is_old & valid)
     old_value = read(cache.pending.value, (*old_at, value_lane), is_old & value_valid)
-    old_decay = read(cache.pending.decay, (*old_at, lane), is_old & valid)
-    old_beta = read(cache.pending.beta, old_at, is_old)
-    gate_at = (request, only, head * value_dim + value_lane)
-    gate = read(rows.gate, gate_at, value_valid)
-    scale = sigmoid(gate) * read(weights.o_norm, (value_lane,), value_valid)
-    beta = sigmoid(read(rows.beta, (request, only, head)))
-    decay = fresh_decay(block, rows, weights, lane, valid, lower_bound)
+    old_decay = read_raw(cache.pending.decay, (*old_at, lane), is_old & valid)
+    old_beta = read_raw(cache.pending.beta, old_at, is_old)
 
     dtype = rows.qkv.dtype
-    key_column = heads * key_dim + head * key_dim
-    value_column = 2 * heads * key_dim + head * value_dim + value_lane
-    query, raw_query = convolve(block, rows, weights, cache, head * key_dim + lane, valid)
-    key, raw_key = convolve(block, rows, weights, cache, key_column + lane, valid)
-    value, raw_value = convolve(block, rows, weights, cache, value_column, value_valid)
-    value = value.astype(dtype)
-    windows = [
-        moved_window(block, cache, head * key_dim + lane, valid),
-        moved_window(block, cache, key_column + lane, valid),
-        moved_window(block, cache, value_column, value_valid),
-    ]
-
-    query = l2_normalize(query, axis=1) * key_dim**-0.5
-    key = l2_normalize(key, axis=1).astype(dtype)
+    query = l2_normalize(mixed[0].result(), axis=1) * key_dim**-0.5
+    key = l2_normalize(mixed[1].result(), axis=1).astype(dtype)
+    value = mixed[2].result().astype(dtype)
+    decay, beta = gates.decay(lower_bound), gates.beta()
     new_key = key.astype(jnp.float32)
     shrink = jnp.exp(decay)
 
@@ -108,23 +103,20 @@ def pair_kernel(
     new_update = beta * (value.astype(jnp.float32) - over_keys[1] - products[0] * update)
     out = over_keys[2] + products[1] * update + products[2] * new_update
     mean = jnp.sum(jnp.where(value_valid, out * out, 0.0), axis=1, keepdims=True) / value_dim
-    out *= lax.rsqrt(mean + norm_eps) * scale
+    out *= lax.rsqrt(mean + norm_eps) * gates.scale()
     broken = jnp.sum(jnp.where(value_valid, out * 0.0, 0.0)) != 0.0
 
     if not interpret:
         launch.barrier()  # the pools change in place: every thread has read before one writes
     launch.store(after.state.at[state_at], new_state, mask=state_valid)
     out = jnp.where(slot > 0, out, 0.0).astype(out_ref.dtype)
-    launch.store(out_ref.at[gate_at], out, mask=value_valid)
+    launch.store(out_ref.at[gates.gate_at], out, mask=value_valid)
     words[request, head] = report(given, size, broken)
-    for window_at, kept, window in windows:
-        launch.store(after.conv.at[window_at], window, mask=kept)
-    for column, raw, mask in (
-        (head * key_dim + lane, raw_query, valid),
-        (key_column + lane, raw_key, valid),
-        (value_column, raw_value, value_valid),
+    for (column, mask), convolution, (window_at, kept, window) in zip(
+        columns, mixed, windows, strict=True
     ):
-        launch.store(after.pending.conv.at[slot, only, column], raw.astype(dtype), mask=mask)
+        launch.store(after.conv.at[window_at], window, mask=kept)
+        launch.store(after.pending.conv.at[slot, only, column], convolution.raw, mask=mask)
     launch.store(after.pending.key.at[*old_at, lane], key, mask=valid)
     launch.store(after.pending.value.at[*old_at, value_lane], value, mask=value_valid)
     launch.store(after.pending.decay.at[*old_at, lane], decay, mask=valid)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -26,14 +26,13 @@ from pallas_kernels.kda_delta_pallas import Inputs, run_steps, run_wy
 from pallas_kernels.kda_rows_pallas import (
     BIT_NONFINITE,
     Block,
-    convolve,
-    fresh_decay,
+    Convolution,
+    Gates,
     l2_normalize,
     locate,
     moved_window,
-    read,
+    read_raw,
     report,
-    sigmoid,
 )
 from pallas_kernels.kda_types import KdaCache, KdaRows, KdaWeights
 
@@ -116,37 +115,38 @@ def _kernel(
     state_at = (slot, head, key_row, value_lane)
     padded = (tiles.key, tiles.value) != (key_dim, value_dim)
     state_valid = (key_row < key_dim) & value_valid if padded else None
-    state = read(cache.state, state_at, state_valid)
+    columns = [
+        (head * key_dim + lane, valid),
+        (heads * key_dim + head * key_dim + lane, valid),
+        (2 * heads * key_dim + head * value_dim + value_lane, value_valid),
+    ]
+    mixed = [Convolution(block, rows, weights, *at) for at in columns]
+    gates = Gates(block, rows, weights, lane, value_lane, (key_dim, value_dim))
+    for convolution in mixed:
+        convolution.load_past(cache)
+    # Summed before the state arrives: the taps and the state together do not fit the registers.
+    query, key, value = (convolution.result() for convolution in mixed)
+    state = read_raw(cache.state, state_at, state_valid)
+    windows = [moved_window(block, cache, *at) for at in columns]
+    is_new, is_old = block.is_new, block.is_old
+    old_at = (slot, block.row, head)
+    old_key = read_raw(cache.pending.key, (*old_at, lane), is_old & valid)
+    old_value = read_raw(cache.pending.value, (*old_at, value_lane), is_old & value_valid)
+    old_decay = read_raw(cache.pending.decay, (*old_at, lane), is_old & valid)
+    old_beta = read_raw(cache.pending.beta, old_at, is_old)
 
     dtype = rows.qkv.dtype
-    columns = {
-        "query": (head * key_dim + lane, valid),
-        "key": (heads * key_dim + head * key_dim + lane, valid),
-        "value": (2 * heads * key_dim + head * value_dim + value_lane, value_valid),
-    }
-    mixed = {name: convolve(block, rows, weights, cache, *at) for name, at in columns.items()}
-    windows = {name: moved_window(block, cache, *at) for name, at in columns.items()}
-    is_new, is_old = block.is_new, block.is_old
-    query = l2_normalize(mixed["query"][0], axis=1) * key_dim**-0.5
-    key = l2_normalize(mixed["key"][0], axis=1).astype(dtype)
-    value = mixed["value"][0].astype(dtype)
-    old_at = (slot, block.row, head)
-    old_key = read(cache.pending.key, (*old_at, lane), is_old & valid)
-    old_value = read(cache.pending.value, (*old_at, value_lane), is_old & value_valid)
-    old_decay = read(cache.pending.decay, (*old_at, lane), is_old & valid)
-    old_beta = read(cache.pending.beta, old_at, is_old)
-    decay = fresh_decay(block, rows, weights, lane, valid, lower_bound)
-    beta = sigmoid(read(rows.beta, (request, block.fresh, head), is_new))
+    query = l2_normalize(query, axis=1) * key_dim**-0.5
+    key = l2_normalize(key, axis=1).astype(dtype)
+    value = value.astype(dtype)
+    decay, beta = gates.decay(lower_bound), gates.beta()
     inputs = Inputs(
         query=query,
-        key=jnp.where(is_new, key.astype(jnp.float32), old_key),
-        value=jnp.where(is_new, value.astype(jnp.float32), old_value),
+        key=jnp.where(is_new, key, old_key).astype(jnp.float32),
+        value=jnp.where(is_new, value, old_value).astype(jnp.float32),
         decay=jnp.where(is_new & valid, decay, old_decay),
         beta=jnp.where(is_new, beta, old_beta),
     )
-    gate_at = (request, block.fresh, head * value_dim + value_lane)
-    gate = read(rows.gate, gate_at, is_new & value_valid)
-    scale = sigmoid(gate) * read(weights.o_norm, (value_lane,), value_valid)
 
     if tiles.form == "wy":
         out, new_state = run_wy(
@@ -156,22 +156,22 @@ def _kernel(
         counts = (pending, tiles.first_new, block.new)
         out, new_state = run_steps(inputs, state, block.row, counts)
     mean = jnp.sum(jnp.where(value_valid, out * out, 0.0), axis=1, keepdims=True) / value_dim
-    out *= lax.rsqrt(mean + norm_eps) * scale
+    out *= lax.rsqrt(mean + norm_eps) * gates.scale()
     broken = jnp.sum(jnp.where(is_new & value_valid, out * 0.0, 0.0)) != 0.0
 
     if not interpret:
         launch.barrier()  # the pools change in place: every thread has read before one writes
     here, value_here = is_new & valid, is_new & value_valid
     out = jnp.where(slot > 0, out, 0.0).astype(out_ref.dtype)
-    launch.store(out_ref.at[gate_at], out, mask=value_here)
+    launch.store(out_ref.at[gates.gate_at], out, mask=value_here)
     words[request, head] = report(given, size, broken)
     launch.store(after.state.at[state_at], new_state, mask=state_valid)
-    for name, (column, at_valid) in columns.items():
-        window_at, kept, window = windows[name]
+    for (column, at_valid), convolution, (window_at, kept, window) in zip(
+        columns, mixed, windows, strict=True
+    ):
         launch.store(after.conv.at[window_at], window, mask=kept)
         raw_at = (slot, block.fresh, column)
-        raw = mixed[name][1].astype(dtype)
-        launch.store(after.pending.conv.at[raw_at], raw, mask=is_new & at_valid)
+        launch.store(after.pending.conv.at[raw_at], convolution.raw, mask=is_new & at_valid)
     new_at = (slot, block.fresh, head)
     launch.store(after.pending.key.at[*new_at, lane], key, mask=here)
     launch.store(after.pending.value.at[*new_at, value_lane], value, mask=value_here)

@@ -23,7 +23,7 @@ from jax import lax
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Inputs:
-    """What the recurrence reads of the block's rows, all float32; zero in rows that do not count."""
+    """What the recurrence reads of the rows, all float32; zero in rows that do not count."""
 
     query: jax.Array  # [R, K] zero in replayed rows
     key: jax.Array  # [R, K]
@@ -100,8 +100,7 @@ def run_wy(
     start = jnp.exp(replayed)
     misfit = _dot(key_to * start, state, (1, 0)) - inputs.value
     misfit *= inputs.beta
-    out = _dot(query_to * start, state, (1, 0))
-    out += _dot(mixing, misfit, (1, 0))
+    out = _dot(query_to * start, state, (1, 0)) + _dot(mixing, misfit, (1, 0))
     after = state * jnp.exp(column_sums)[:, None] - _dot(writing, misfit, (1, 0))
     return out + taint, after
 

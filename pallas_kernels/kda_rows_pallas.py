@@ -85,30 +85,63 @@ class Block:
         return self.row < self.accepted
 
 
-def convolve(
-    block: Block,
-    rows: KdaRows,
-    weights: KdaWeights,
-    cache: KdaCache,
-    columns: jax.Array,  # i32[1, X], or [X, 1] of one row
-    valid: jax.Array,  # bool, as `columns`
-) -> tuple[jax.Array, jax.Array]:
-    """Short convolution of the new rows at some channels.
+class Convolution:
+    """Short convolution of the new rows at some channels: all loads first, then the sums.
 
-    Returns (SiLU of the convolution f32[R, X], the raw projections f32[R, X]), zero elsewhere.
+    A load costs a trip to memory, and what is written between two loads may keep the second from
+    being under way with the first: kernels construct everything before they compute anything.
     """
-    here = block.is_new & valid
-    raw = read(rows.qkv, (block.request, block.fresh, columns), here)
-    total = raw * read(weights.conv, (columns, TAPS - 1), valid)
-    for tap in range(TAPS - 1):
-        source = block.fresh + (tap - TAPS + 1)  # among the new rows; the window lies before 0
-        past = here & (source < 0)
-        late = source + block.accepted  # among the pending rows
-        taken = read(rows.qkv, (block.request, source, columns), here & (source >= 0))
-        taken += read(cache.pending.conv, (block.slot, late, columns), past & (late >= 0))
-        taken += read(cache.conv, (block.slot, late + TAPS - 1, columns), past & (late < 0))
-        total += taken * read(weights.conv, (columns, tap), valid)
-    return total * sigmoid(total), raw
+
+    def __init__(
+        self,
+        block: Block,
+        rows: KdaRows,
+        weights: KdaWeights,
+        columns: jax.Array,  # i32[1, X]
+        valid: jax.Array,  # bool[1, X]
+    ):
+        self._block, self._columns, self._here = block, columns, block.is_new & valid
+        self._taps = [
+            read_raw(rows.qkv, (block.request, source, columns), self._here & (source >= 0))
+            for source in self._sources()
+        ]
+        self._weights = [read_raw(weights.conv, (columns, tap), valid) for tap in range(TAPS)]
+
+    def _sources(self) -> list[jax.Array]:
+        """Row among the new ones that each tap reads; the window lies before 0."""
+        return [self._block.fresh + (tap - TAPS + 1) for tap in range(TAPS)]
+
+    def load_past(self, cache: KdaCache) -> None:
+        """Load what depends on the slot: the window, moved by the replayed rows."""
+        block = self._block
+        self._past = []
+        for source in self._sources()[:-1]:
+            past = self._here & (source < 0)
+            late = source + block.accepted  # among the pending rows
+            moved = (block.slot, late, self._columns)
+            old = (block.slot, late + TAPS - 1, self._columns)
+            self._past.append(
+                (
+                    read_raw(cache.pending.conv, moved, past & (late >= 0)),
+                    read_raw(cache.conv, old, past & (late < 0)),
+                )
+            )
+
+    @property
+    def raw(self) -> jax.Array:
+        """The new rows as they came, zero elsewhere: [R, X]."""
+        return self._taps[-1]
+
+    def result(self) -> jax.Array:
+        """SiLU of the convolution, zero in other rows: f32[R, X]."""
+        wide = [tap.astype(jnp.float32) for tap in self._taps]
+        for tap, (moved, old) in enumerate(self._past):
+            wide[tap] += moved.astype(jnp.float32) + old.astype(jnp.float32)
+        total = sum(
+            (tap * weight for tap, weight in zip(wide[1:], self._weights[1:], strict=True)),
+            wide[0] * self._weights[0],
+        )
+        return total * sigmoid(total)
 
 
 def moved_window(
@@ -127,19 +160,41 @@ def moved_window(
     return (block.slot, row, columns), kept, jnp.where(late < 0, old, moved)
 
 
-def fresh_decay(
-    block: Block,
-    rows: KdaRows,
-    weights: KdaWeights,
-    lane: jax.Array,  # i32[1, K], or [K, 1] of one row
-    valid: jax.Array,  # bool, as `lane`
-    lower_bound: float | None,
-) -> jax.Array:
-    """Log decay of the new rows; meaningless in others: f32[R, K]."""
-    channel = block.head * (rows.decay.shape[2] // rows.beta.shape[2]) + lane
-    biased = read(rows.decay, (block.request, block.fresh, channel), block.is_new & valid)
-    biased += read(weights.dt_bias, (channel,), valid)
-    rate = jnp.exp(weights.a_log[block.head].astype(jnp.float32))
-    if lower_bound is None:
-        return -rate * (jnp.maximum(biased, 0.0) + jnp.log1p(jnp.exp(-jnp.abs(biased))))
-    return lower_bound * sigmoid(rate * biased)
+class Gates:
+    """Decay, beta and output scale of the new rows: loads first, as Convolution."""
+
+    def __init__(
+        self,
+        block: Block,
+        rows: KdaRows,
+        weights: KdaWeights,
+        lane: jax.Array,  # i32[1, K]
+        value_lane: jax.Array,  # i32[1, V]
+        dims: tuple[int, int],  # K, V without padding
+    ):
+        key_dim, value_dim = dims
+        head, request, fresh = block.head, block.request, block.fresh
+        valid, value_valid = lane < key_dim, value_lane < value_dim
+        channel = head * key_dim + lane
+        self.gate_at = (request, fresh, head * value_dim + value_lane)
+        self._rate = weights.a_log[head]
+        self._decay = read_raw(rows.decay, (request, fresh, channel), block.is_new & valid)
+        self._bias = read_raw(weights.dt_bias, (channel,), valid)
+        self._beta = read_raw(rows.beta, (request, fresh, head), block.is_new)
+        self._gate = read_raw(rows.gate, self.gate_at, block.is_new & value_valid)
+        self._norm = read_raw(weights.o_norm, (value_lane,), value_valid)
+
+    def decay(self, lower_bound: float | None) -> jax.Array:
+        """Log decay, meaningless in rows that are not new: f32[R, K]."""
+        biased = self._decay.astype(jnp.float32) + self._bias
+        rate = jnp.exp(self._rate.astype(jnp.float32))
+        if lower_bound is None:
+            return -rate * (jnp.maximum(biased, 0.0) + jnp.log1p(jnp.exp(-jnp.abs(biased))))
+        return lower_bound * sigmoid(rate * biased)
+
+    def beta(self) -> jax.Array:
+        return sigmoid(self._beta.astype(jnp.float32))
+
+    def scale(self) -> jax.Array:
+        """What the normed output is multiplied with: f32[R, V]."""
+        return sigmoid(self._gate.astype(jnp.float32)) * self._norm
