@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -211,7 +211,11 @@ def kda_decode_pallas(
     operands = (slots, accepted, rows, weights, cache)
     leaves = len(jax.tree.leaves(operands))
     pools = len(jax.tree.leaves(cache))
-    options = {"lower_bound": lower_bound, "norm_eps": norm_eps, "interpret": interpret}
+    options: dict[str, Any] = {
+        "lower_bound": lower_bound,
+        "norm_eps": norm_eps,
+        "interpret": interpret,
+    }
     if tiles.form == "pair":
         kernel = partial(pair_kernel, tile=(tiles.key, tiles.value), **options)
     else:

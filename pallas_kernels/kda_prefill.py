@@ -29,13 +29,33 @@ def kda_prefill(
     zero. Pending rows are left as they were: the caller sets the accepted counts to zero. Slots
     as in `kda_decode`.
 
-    Returns (out [B, T, H*V], cache, flags bool[B], health u32[]) as `kda_decode` does.
+    Returns (out [B, T, H*V], cache, flags bool[B], health u32[]) as `kda_decode` does. Raises
+    NotImplementedError when the kernels are asked for float32 rows or an unbounded decay.
     """
     require_impl("kda_prefill", impl, ("reference", "pallas", "interpret"))
-    options = {"lengths": lengths, "lower_bound": lower_bound, "norm_eps": norm_eps}
-    arguments = (rows, weights, cache, slots, accepted, fresh)
     if impl == "reference":
-        return kda_prefill_reference(*arguments, **options)
+        return kda_prefill_reference(
+            rows,
+            weights,
+            cache,
+            slots,
+            accepted,
+            fresh,
+            lengths=lengths,
+            lower_bound=lower_bound,
+            norm_eps=norm_eps,
+        )
     from pallas_kernels.kda_prefill_pallas import kda_prefill_pallas
 
-    return kda_prefill_pallas(*arguments, **options, interpret=impl == "interpret")
+    return kda_prefill_pallas(
+        rows,
+        weights,
+        cache,
+        slots,
+        accepted,
+        fresh,
+        lengths=lengths,
+        lower_bound=lower_bound,
+        norm_eps=norm_eps,
+        interpret=impl == "interpret",
+    )
