@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 
+from pallas_kernels.attn_res_pallas import attn_res_pallas
 from pallas_kernels.attn_res_reference import (
     attn_res_mix,
     attn_res_reference,
@@ -31,11 +34,12 @@ def attn_res(
     Returns (normed [W, D], part + delta [W, D]), both in part.dtype. count 0 mixes nothing. Blocks
     at or beyond `count` may hold anything, NaN included. Raises ValueError on misfit shapes.
     """
-    require_impl("attn_res", impl)
+    require_impl("attn_res", impl, ("reference", "pallas", "interpret"))
     if blocks.ndim != 3 or blocks.shape[1:] != part.shape:
         raise ValueError(
             f"attn_res takes blocks[M,W,D], part[W,D]; got {blocks.shape}, {part.shape}"
         )
-    return attn_res_reference(
-        blocks, count, part, query_norm, query_proj, norm, delta=delta, eps=eps
-    )
+    run = attn_res_reference
+    if impl != "reference":
+        run = functools.partial(attn_res_pallas, interpret=impl == "interpret")
+    return run(blocks, count, part, query_norm, query_proj, norm, delta=delta, eps=eps)

@@ -50,6 +50,18 @@ def launch(
     )(*operands)
 
 
+def by_platform(
+    *operands: Any,
+    cuda: Callable[..., Any],
+    portable: Callable[..., Any],
+    interpret: bool,
+) -> Any:
+    """Run `cuda` when lowered for NVIDIA, else `portable`, which interpretation runs too."""
+    if interpret:
+        return portable(*operands)
+    return lax.platform_dependent(*operands, cuda=cuda, default=portable)
+
+
 def mesh(*indices: Any) -> tuple[Any, ...]:
     """Index one block of a ref: scalars and 1-D index arrays, each array an axis of the block.
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 
 from pallas_kernels.activation import Activation
 from pallas_kernels.impl import Impl, require_impl
+from pallas_kernels.linear_pallas import WIDEST, linear_pallas
 from pallas_kernels.linear_reference import linear_reference
 
 
@@ -24,13 +27,15 @@ def linear(
 
     With `norm`, x is RMS-normalized by it first. With `activation`, N is [gate | up] and the
     result act(gate, up) has N/2 columns. `add` is added last. Returns [W, N or N/2] in `out_dtype`
-    (default x.dtype). Raises ValueError when shapes do not fit together.
+    (default x.dtype). The kernel streams the weights past few rows; above 64 rows arithmetic bounds
+    the product, and every `impl` is XLA's. Raises ValueError when shapes do not fit together.
     """
-    require_impl("linear", impl)
+    require_impl("linear", impl, ("reference", "pallas", "interpret"))
     _check(x, weight, norm, activation, add)
-    return linear_reference(
-        x, weight, norm=norm, eps=eps, activation=activation, add=add, out_dtype=out_dtype
-    )
+    run = linear_reference
+    if impl != "reference" and x.shape[0] <= WIDEST:
+        run = functools.partial(linear_pallas, interpret=impl == "interpret")
+    return run(x, weight, norm=norm, eps=eps, activation=activation, add=add, out_dtype=out_dtype)
 
 
 def _check(x, weight, norm, activation, add) -> None:

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 
 from pallas_kernels.activation import Activation
 from pallas_kernels.impl import Impl, require_impl
+from pallas_kernels.linear_pallas import WIDEST as WIDEST_LINEAR
+from pallas_kernels.moe_mxfp4_pallas import WIDEST, moe_mxfp4_pallas
 from pallas_kernels.moe_reference import moe_reference, route_reference
 from pallas_kernels.moe_types import DenseBank, Mxfp4Bank
+from pallas_kernels.route_pallas import route_pallas
 
 
 def route(
@@ -27,10 +32,13 @@ def route(
     An expert with a NaN score is chosen only when a row has fewer than top_k others. Raises
     ValueError when top_k exceeds the number of experts.
     """
-    require_impl("route", impl)
+    require_impl("route", impl, ("reference", "pallas", "interpret"))
     if not 0 < top_k <= weight.shape[0]:
         raise ValueError(f"top_k {top_k} lies outside [1, {weight.shape[0]} experts]")
-    return route_reference(x, weight, bias, top_k=top_k, scaling=scaling, renormalize=renormalize)
+    run = route_reference
+    if impl != "reference" and x.shape[0] <= WIDEST_LINEAR:
+        run = functools.partial(route_pallas, interpret=impl == "interpret")
+    return run(x, weight, bias, top_k=top_k, scaling=scaling, renormalize=renormalize)
 
 
 def moe(
@@ -44,8 +52,8 @@ def moe(
 ) -> jax.Array:
     """Return f32[W, Z], the sum over a row's experts of weight * w2 act(w1 z, w3 z).
 
-    Deterministic: a row's terms are added by ascending expert id. Ids outside [0, E) are skipped.
-    A NaN row stays alone. The bank is decoded one expert at a time.
+    Deterministic: a row's terms are added in one order, whatever its company. Ids outside [0, E)
+    are skipped. A NaN row stays alone. The bank is decoded one expert at a time.
     """
     if isinstance(bank, Mxfp4Bank):
         return moe_mxfp4(z, experts, weights, bank, activation=activation, impl=impl)
@@ -62,6 +70,13 @@ def moe_mxfp4(
     activation: Activation,
     impl: Impl,
 ) -> jax.Array:
-    """`moe` over an MXFP4 bank."""
-    require_impl("moe_mxfp4", impl)
-    return moe_reference(z, experts, weights, bank, activation=activation)
+    """`moe` over an MXFP4 bank.
+
+    The kernels read each chosen expert once for all its rows. The experts of a row are distinct, as
+    `route` chooses them. Above 64 rows every `impl` is the plain form.
+    """
+    require_impl("moe_mxfp4", impl, ("reference", "pallas", "interpret"))
+    run = moe_reference
+    if impl != "reference" and z.shape[0] <= WIDEST:
+        run = functools.partial(moe_mxfp4_pallas, interpret=impl == "interpret")
+    return run(z, experts, weights, bank, activation=activation)

@@ -1,9 +1,10 @@
 """MXFP4: 4-bit floats (E2M1) with one power-of-two scale (E8M0) per 32 consecutive columns.
 
-In files two columns share a byte, the even one in the low nibble. On the device eight columns share
-a 32-bit word, and not eight neighbors: in a block of 8 b columns, b a power of two up to 32, word j
-holds columns j, b + j, .. 7b + j, the first in its lowest nibble. So nibble p of b neighboring words
-is b neighboring columns that share a scale, and a kernel decodes and multiplies them as they stand.
+In files two columns share a byte, the even one in the low nibble. On the device eight columns
+share a 32-bit word, and not eight neighbors: in a block of 8 b columns, b a power of two up to 32,
+word j holds columns j, b + j, .. 7b + j, the first in its lowest nibble. So nibble p of b
+neighboring words is b neighboring columns of one scale: a kernel decodes and multiplies them as
+they stand.
 Codes 0..7 are 0, .5, 1, 1.5, 2, 3, 4, 6 and bit 3 is the sign; a value is code * 2^(scale - 127).
 Scale 255 is NaN by the specification (OCP Microscaling Formats 1.0); the loader refuses it.
 """
@@ -22,7 +23,7 @@ WORD = 8  # columns per 32-bit word
 
 
 def block_words(words: int) -> int:
-    """Words of a block, b, in a row of `words` words: the largest power of two up to 32 that fits."""
+    """Words of a block, b, in a row of `words`: the largest power of two up to 32 that fits."""
     return math.gcd(words, GROUP)
 
 

@@ -12,7 +12,7 @@ from pallas_kernels.cases import select
 from . import oracles
 from .oracles import DTYPES, assert_close, assert_same_bits, made, tiny, wide
 
-IMPLS = ["reference"]
+IMPLS = ["reference", "interpret"]
 
 
 @pytest.mark.parametrize("impl", IMPLS)

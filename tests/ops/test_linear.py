@@ -11,7 +11,7 @@ from pallas_kernels.case_inputs import bind, options
 from . import oracles
 from .oracles import DTYPES, assert_close, made, tiny, wide
 
-IMPLS = ["reference"]
+IMPLS = ["reference", "interpret"]
 
 
 @pytest.mark.parametrize("impl", IMPLS)

@@ -15,7 +15,7 @@ from pallas_kernels.mxfp4 import unpack_words
 from . import oracles
 from .oracles import DTYPES, assert_close, assert_same_bits, made, tiny, wide
 
-IMPLS = ["reference"]
+IMPLS = ["reference", "interpret"]
 
 
 def bank_float64(bank):
