@@ -1,12 +1,15 @@
 """Compile the kernels for AMD GPUs on a machine that has none, and print what they use.
 
-`python -m pallas_kernels.aot [--arch gfx950 gfx942] [--op NAME] [--case NAME]`: lowers each case
-for ROCm, takes the Triton IR out of the module, and compiles it with PyPI triton's AMD backend.
+`python -m pallas_kernels.aot [--arch gfx950 gfx942] [--case TEXT] [--tags decode ..]`: lowers each
+GPU case for ROCm, takes the Triton IR out of the module, and compiles it with PyPI triton's AMD
+backend. The exit status is 1 if a case breaks a rule of `faults`.
 """
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
+import functools
 import json
 import re
 import subprocess
@@ -20,8 +23,11 @@ import jax
 from jax import sharding
 
 ARCHS = ("gfx950", "gfx942")
+LDS_BYTES = {"gfx942": 64 << 10, "gfx950": 160 << 10}
+DOT_OPS = {"linear", "route", "moe_mxfp4", "kda_prefill", "mla_decode", "mla_prefill"}
 COLUMNS = (
-    "vgprs", "agprs", "spills", "scratch", "lds", "mfma", "code", "waves", "load_bytes",
+    "programs", "warps", "vgprs", "agprs", "spills", "scratch", "lds", "mfma", "code", "waves",
+    "load_bytes",
 )  # fmt: skip
 
 
@@ -146,3 +152,61 @@ def compile_function(
             }
             rows.append(row | compiler(kernel, arch))
     return rows
+
+
+def faults(op: str, tags: frozenset[str], rows: Sequence[dict]) -> list[str]:
+    """What is wrong with the rows of one case: errors, spills at decode, LDS, no matrix unit."""
+    found = []
+    for row in rows:
+        where = f"{row['kernel']} on {row['arch']}"
+        if "error" in row:
+            found.append(f"{where}: {row['error']}")
+            continue
+        if "decode" in tags and (row["spills"] or row["scratch"]):
+            found.append(f"{where}: {row['spills']} spills, {row['scratch']} bytes of scratch")
+        if row["lds"] > LDS_BYTES[row["arch"]]:
+            found.append(f"{where}: {row['lds']} bytes of LDS, {LDS_BYTES[row['arch']]} exist")
+    for arch in {row["arch"] for row in rows}:
+        if op in DOT_OPS and not any(row.get("mfma") for row in rows if row["arch"] == arch):
+            found.append(f"{op} on {arch}: no matrix instruction")
+    return found
+
+
+def compile_case(case: Any, dtype: Any, compiler: AmdCompiler, archs: Sequence[str]) -> list[dict]:
+    """The rows of a case of cases.py."""
+    from pallas_kernels.case_inputs import bind, inputs
+
+    shapes = jax.eval_shape(functools.partial(inputs, case, dtype))
+    return compile_function(bind(case, "pallas"), shapes, compiler=compiler, archs=archs)
+
+
+def main() -> int:
+    """Compile the cases that the command line selects and print the table."""
+    from pallas_kernels.cases import CASES
+
+    parser = argparse.ArgumentParser(prog="python -m pallas_kernels.aot", description=__doc__)
+    parser.add_argument("--arch", nargs="+", default=ARCHS, choices=ARCHS)
+    parser.add_argument("--case", default="", help="cases whose name holds this text")
+    parser.add_argument("--tags", nargs="*", default=[], help="cases that carry all these tags")
+    parser.add_argument("--triton", default=sys.executable, help="an interpreter that has triton")
+    arguments = parser.parse_args()
+    tags = {"gpu", *arguments.tags}
+    cases = [case for case in CASES if case.tags >= tags and arguments.case in str(case)]
+    if not cases:
+        parser.error(f"no case has the tags {sorted(tags)} and {arguments.case!r} in its name")
+    wrong = 0
+    print(f"{'case':36} {'kernel':20} {'arch':7}", *(f"{name:>10}" for name in COLUMNS))
+    with AmdCompiler(arguments.triton) as compiler:
+        for case in cases:
+            rows = compile_case(case, jax.numpy.bfloat16, compiler, arguments.arch)
+            for row in rows:
+                cells = (f"{row.get(name, '-'):>10}" for name in COLUMNS)
+                print(f"{case!s:36} {row['kernel']:20} {row['arch']:7}", *cells, flush=True)
+            for fault in faults(case.op, case.tags, rows):
+                print(f"FAULT {case}: {fault}", flush=True)
+                wrong += 1
+    return int(wrong > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
