@@ -71,7 +71,8 @@ def triton_kernels(lowered: jax.stages.Lowered) -> list[LoweredKernel]:
     from jaxlib.triton import dialect
 
     kernels: dict[tuple, LoweredKernel] = {}
-    for call in _triton_calls(lowered.compiler_ir().operation):
+    module: Any = lowered.compiler_ir()
+    for call in _triton_calls(module.operation):
         config = call.attributes["mhlo.backend_config"]
         context = ir.Context()
         context.allow_unregistered_dialects = True

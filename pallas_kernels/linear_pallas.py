@@ -132,7 +132,7 @@ def _kernel(
         at = index * tiles.depth + jnp.arange(tiles.depth, dtype=jnp.int32)
         weight = launch.load(weight_ref.at[launch.mesh(feature_at, at)])
         x = launch.load(x_ref.at[launch.mesh(row_at, at)])
-        if has_norm:
+        if norm_ref is not None:
             wide = x.astype(jnp.float32)
             squares += jnp.sum(wide * wide, axis=1)
             scale = launch.load(norm_ref.at[at]).astype(jnp.float32)
@@ -164,7 +164,7 @@ def _kernel(
     def spread(row, column):
         return tuple(jnp.broadcast_to(axis, out.shape) for axis in (row[None, :], column[:, None]))
 
-    if has_add:
+    if add_ref is not None:
         at = add_ref.at[spread(row_at, jnp.minimum(column, columns - 1))]
         out += launch.load(at).astype(jnp.float32)
     # Not the clamped indices: a masked row must not stand for the last one.
