@@ -1,31 +1,37 @@
-"""Models of the golden checkpoints, compiled once a session."""
+"""The golden models in float32, loaded and compiled once a session."""
 
 import numpy as np
 import pytest
-from driving import K3_RUN, LINEAR_RUN, make_driver
+from driving import K3_RUN, LINEAR_RUN, Driver
 
 from k3jax import lm
 
-
-@pytest.fixture(scope="session")
-def k3(golden):
-    """k3-tiny-a in float32: 4 requests, decode steps of 1, 2 and 4 rows."""
-    return make_driver(golden / "k3-tiny-a", **K3_RUN)
-
-
-@pytest.fixture(scope="session")
-def linear(golden):
-    """kimi-linear-tiny in float32: 2 requests, plain decode."""
-    return make_driver(golden / "kimi-linear-tiny", **LINEAR_RUN)
+NAMES = ("k3-tiny-a", "kimi-linear-tiny")
 
 
 @pytest.fixture(scope="session")
 def numbers(golden):
     """The recorded arrays of both models."""
-    return {
-        name: dict(np.load(golden / name / "golden.npz"))
-        for name in ("k3-tiny-a", "kimi-linear-tiny")
-    }
+    return {name: dict(np.load(golden / name / "golden.npz")) for name in NAMES}
+
+
+@pytest.fixture(scope="session")
+def models(golden):
+    """Both models as notebooks load them."""
+    runs = zip(NAMES, (K3_RUN, LINEAR_RUN), strict=True)
+    return {name: lm.load(golden / name, dtype="float32", **run) for name, run in runs}
+
+
+@pytest.fixture(scope="session")
+def k3(models):
+    """k3-tiny-a: 4 requests, decode steps of 1 and 4 rows."""
+    return Driver(models["k3-tiny-a"].engine.executor)
+
+
+@pytest.fixture(scope="session")
+def linear(models):
+    """kimi-linear-tiny: 2 requests, plain decode."""
+    return Driver(models["kimi-linear-tiny"].engine.executor)
 
 
 @pytest.fixture(scope="session")
@@ -40,10 +46,3 @@ def close():
         assert relative <= 1e-5, (name, relative)
 
     return check
-
-
-@pytest.fixture(scope="session")
-def models(golden):
-    """Both models in float32 as notebooks load them, to run the steps that the drivers run."""
-    options = {"k3-tiny-a": K3_RUN, "kimi-linear-tiny": LINEAR_RUN}
-    return {name: lm.load(golden / name, dtype="float32", **run) for name, run in options.items()}

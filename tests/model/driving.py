@@ -4,11 +4,6 @@ import jax
 import numpy as np
 
 from k3jax.cache import SlotInit
-from k3jax.checkpoint import load_params
-from k3jax.config import K3Config
-from k3jax.decode.config import DecodeConfig
-from k3jax.decode.executor import Executor
-from k3jax.parallel import make_mesh
 from k3jax.request import SamplingParams
 from k3jax.sampling import sampling_row
 
@@ -16,7 +11,7 @@ PAGE = 16
 CHUNK = 64
 GREEDY = SamplingParams(temperature=0.0)
 RUN = {"max_context": 256, "page_size": PAGE, "prefill_buckets": ((2, CHUNK),)}
-K3_RUN = {**RUN, "max_requests": 4, "num_spec": 3, "builds": ((1, 4), (2, 4), (4, 4))}
+K3_RUN = {**RUN, "max_requests": 4, "num_spec": 3, "builds": ((1, 4), (4, 4))}
 LINEAR_RUN = {**RUN, "max_requests": 2, "builds": ((1, 2),)}
 
 
@@ -60,13 +55,18 @@ class Driver:
             self.length[slot] = end
         return self.run(step, batch, updates)
 
-    def prefill(self, slot, prompt, *, chunk=CHUNK, params=GREEDY, pad=0):
-        """Admit a prompt and prefill it in chunks; returns the last output."""
+    def prefill(self, slot, prompt, *, chunks=(CHUNK,), params=GREEDY, pad=0):
+        """Admit a prompt and prefill it in chunks, of the last size on; returns the outputs."""
         self.admit(slot, prompt, params)
-        for start in range(0, len(prompt), chunk):
-            end = start + chunk
-            output = self.chunk({slot: prompt[start:end]}, final=end >= len(prompt), pad=pad)
-        return output
+        outputs, start = [], 0
+        while start < len(prompt):
+            end = start + chunks[min(len(outputs), len(chunks) - 1)]
+            following = {slot: prompt[end] if end < len(prompt) else -1}
+            final = end >= len(prompt)
+            part = {slot: prompt[start:end]}
+            outputs.append(self.chunk(part, final=final, following=following, pad=pad))
+            start = end
+        return outputs
 
     def decode(self, slots, rows=1, drafts=None):
         """One decode step; drafts {slot: ids}. Returns {slot: emitted tokens}, and the output."""
@@ -85,17 +85,10 @@ class Driver:
             self.length[slot] += output.count[index]
         return emitted, output
 
-    def greedy(self, slot, prompt, count, *, drafter=None, rows=1, chunk=CHUNK, pad=0):
+    def greedy(self, slot, prompt, count, *, drafter=None, rows=1, chunks=(CHUNK,), pad=0):
         """`count` tokens after a prompt; drafter(tokens so far) -> rows - 1 drafts."""
-        tokens = self.prefill(slot, prompt, chunk=chunk, pad=pad).tokens[0].tolist()
+        tokens = self.prefill(slot, prompt, chunks=chunks, pad=pad)[-1].tokens[0].tolist()
         while len(tokens) < count:
             drafts = None if drafter is None else {slot: drafter(tokens)}
             tokens += self.decode([slot], rows, drafts)[0][slot]
         return tokens[:count]
-
-
-def make_driver(path, *, tp=1, **options):
-    config, mesh = K3Config.from_file(path), make_mesh(tp)
-    params = load_params(path, config, mesh)
-    decode_config = DecodeConfig(dtype="float32", tp=tp, **options)
-    return Driver(Executor(params, config, decode_config, mesh, progress=lambda text: None))

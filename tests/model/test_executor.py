@@ -3,9 +3,9 @@
 import jax
 import numpy as np
 import pytest
-from driving import LINEAR_RUN, make_driver
+from driving import LINEAR_RUN, Driver
 
-from k3jax.cache import commit, fixed_bytes, page_bytes
+from k3jax.cache import commit, fixed_bytes, make_cache, page_bytes
 from k3jax.config import K3Config
 from k3jax.decode import executor as executor_module
 from k3jax.decode.batch import Step
@@ -45,19 +45,18 @@ def scenario(driver, arrays):
     return jax.tree.leaves((seen, jax.tree.map(np.asarray, driver.executor.cache)))
 
 
-def test_donation_changes_nothing(linear, numbers, golden, monkeypatch):
-    donating = executor_module.build_step
+def test_donation_changes_nothing(linear, numbers, monkeypatch):
+    donating, executor = executor_module.build_step, linear.executor
     monkeypatch.setattr(
         executor_module,
         "build_step",
         lambda *args, **options: jax.jit(donating(*args, **options).__wrapped__),
     )
-    plain = make_driver(golden / "kimi-linear-tiny", **LINEAR_RUN)
-    monkeypatch.undo()
-    driver = make_driver(golden / "kimi-linear-tiny", **LINEAR_RUN)  # as new as `plain`
-    before = driver.executor.cache
+    config, run = executor.config, executor.decode_config
+    plain = Driver(Executor(executor.params, config, run, executor.mesh))
+    before = executor.cache = make_cache(config, executor.sizes, run.dtype, executor.mesh)
     arrays = numbers["kimi-linear-tiny"]
-    for found, wanted in zip(scenario(driver, arrays), scenario(plain, arrays), strict=True):
+    for found, wanted in zip(scenario(linear, arrays), scenario(plain, arrays), strict=True):
         assert found.tobytes() == wanted.tobytes()
     assert all(leaf.is_deleted() for leaf in jax.tree.leaves(before))
 

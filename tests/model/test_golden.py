@@ -51,13 +51,6 @@ def test_logits_at_recorded_positions(traces, numbers, close, model, sequence):
     close(logits[positions], numbers[model][f"seq{sequence}.logits"])
 
 
-def test_logits_come_in_chunks(models, numbers, close, monkeypatch):
-    monkeypatch.setattr(lm, "LONGEST", 64)
-    arrays = numbers["k3-tiny-a"]
-    logits = models["k3-tiny-a"].logits(arrays["seq2.input_ids"])
-    close(logits[arrays["seq2.positions"]], arrays["seq2.logits"])
-
-
 def test_k3_intermediates(traces, numbers, close):
     checked = 0
     for key, wanted in numbers["k3-tiny-a"].items():

@@ -3,41 +3,50 @@
 import jax
 import numpy as np
 import pytest
-from driving import CHUNK, PAGE, make_driver
+from driving import RUN, Driver
 
+from k3jax import lm
 from k3jax.model import ffn
 from k3jax.parallel import AXIS, REPLICATED, make_mesh, spec, spmd
 
 
 @pytest.fixture(scope="module")
 def two(golden):
-    """k3-tiny-a on two ranks, decode steps of two rows."""
-    return make_driver(
-        golden / "k3-tiny-a",
-        tp=2,
-        max_requests=2,
-        max_context=128,
-        page_size=PAGE,
-        num_spec=1,
-        builds=((2, 2),),
-        prefill_buckets=((2, CHUNK),),
-    )
+    """kimi-linear-tiny on two ranks, decode steps of two rows."""
+    run = {**RUN, "max_requests": 2, "num_spec": 1, "builds": ((2, 2),)}
+    model = lm.load(golden / "kimi-linear-tiny", dtype="float32", tp=2, **run)
+    return Driver(model.engine.executor)
 
 
 def test_two_ranks_give_the_text_of_one(two, numbers):
-    arrays = numbers["k3-tiny-a"]
-    prompt, wanted = arrays["seq1.input_ids"], arrays["seq1.greedy"].tolist()
+    arrays = numbers["kimi-linear-tiny"]
+    prompt, wanted = arrays["seq0.input_ids"], arrays["seq0.greedy"].tolist()
 
     def drafter(tokens):
         return [wanted[len(tokens)] if len(tokens) % 3 else -1]
 
-    assert two.greedy(1, prompt, 24, drafter=drafter, rows=2, chunk=16) == wanted
+    assert two.greedy(1, prompt, 32, drafter=drafter, rows=2, chunks=(16,)) == wanted
+
+
+def test_two_ranks_compute_the_numbers_of_one(golden, numbers, close):
+    """Every kind of layer of Kimi-K3, with what is split over the ranks put together again."""
+    arrays = numbers["k3-tiny-a"]
+    model = lm.load(golden / "k3-tiny-a", dtype="float32", tp=2)
+    trace = model.trace(arrays["seq1.input_ids"])
+    close(trace["logits"], arrays["seq1.logits"])
+    for layer in range(7):
+        close(trace[f"layers.{layer}.attn_out"], arrays[f"seq1.L{layer}.attn_out"])
+        close(trace[f"layers.{layer}.ffn_out"], arrays[f"seq1.L{layer}.mlp_out"])
+    for name, recorded in (("core", "core_out"), ("decay", "decay_log"), ("beta", "beta")):
+        close(trace[f"layers.1.kda_{name}"], arrays[f"seq1.L1.kda_{recorded}"])
+    for name in "qkv":
+        close(trace[f"layers.1.kda_{name}"], arrays[f"seq1.L1.kda_{name}"])
 
 
 def test_what_is_replicated_is_bit_equal_on_every_rank(two, numbers):
     """`check_vma` is off, so nothing but this says that replicated results really are."""
     step = two.executor.steps[0]
-    two.prefill(2, numbers["k3-tiny-a"]["seq0.input_ids"])
+    two.prefill(2, numbers["kimi-linear-tiny"]["seq1.input_ids"])
     two.decode([2], 2, {2: [5]})
     output = two.executor.run(step, two.executor.empty_batch(step))
     whole = [

@@ -112,7 +112,7 @@ def test_a_chunk_beyond_its_bucket_or_table(slots):
 
 def test_decode_config_defaults():
     run = DecodeConfig(max_requests=6, num_spec=3, max_context=1000, page_size=64)
-    assert run.builds == tuple((q, b) for q in (1, 4) for b in (1, 2, 4, 6))
+    assert run.builds == tuple((q, b) for q in (1, 4) for b in (1, 4, 6))
     assert run.prefill_buckets == ((1, 32), (1, 256), (1, 1000), (4, 256))
     assert (run.slots, run.pending, run.max_pages) == (7, 4, 16)
 
