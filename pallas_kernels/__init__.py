@@ -1,6 +1,8 @@
 """Ops of Kimi-K3 and Kimi-Linear: Pallas kernels and their plain-jnp references.
 
-Every op takes `impl`: "reference" is plain jnp and runs anywhere.
+Every op takes `impl`: "reference" is plain jnp and runs anywhere, "pallas" is the kernel,
+"interpret" the kernel run as plain JAX. An op that lacks it, for these shapes or dtypes, raises
+NotImplementedError; none chooses another by itself.
 
 Shape letters: B requests, T rows of a request in this step, W = B*T rows, S slots (slot 0 is the
 null slot), Q pending rows kept, H heads local to the rank, K key dim, V value dim,
@@ -12,7 +14,7 @@ chosen per row, N output features, M blocks in the AttnRes buffer.
 from pallas_kernels.activation import Activation, gated
 from pallas_kernels.attn_res import attn_res, attn_res_mix, attn_res_weights
 from pallas_kernels.health import BIT_DIVERGED, BIT_PAGE, BIT_PLAN, BIT_SLOT, BIT_WAIT
-from pallas_kernels.impl import Impl
+from pallas_kernels.impl import MOST_ROWS, Impl
 from pallas_kernels.kda_commit import kda_commit
 from pallas_kernels.kda_decode import kda_decode
 from pallas_kernels.kda_prefill import kda_prefill
@@ -29,6 +31,7 @@ __all__ = [
     "BIT_PLAN",
     "BIT_SLOT",
     "BIT_WAIT",
+    "MOST_ROWS",
     "Activation",
     "DenseBank",
     "Impl",

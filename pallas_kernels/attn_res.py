@@ -34,7 +34,7 @@ def attn_res(
     Returns (normed [W, D], part + delta [W, D]), both in part.dtype. count 0 mixes nothing. Blocks
     at or beyond `count` may hold anything, NaN included. Raises ValueError on misfit shapes.
     """
-    require_impl("attn_res", impl, ("reference", "pallas", "interpret"))
+    require_impl("attn_res", impl)
     if blocks.ndim != 3 or blocks.shape[1:] != part.shape:
         raise ValueError(
             f"attn_res takes blocks[M,W,D], part[W,D]; got {blocks.shape}, {part.shape}"

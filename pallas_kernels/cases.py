@@ -102,11 +102,11 @@ def _k3_rows(width: int) -> Iterator[Case]:
     )
 
 
-def _k3_moe(tp: int, width: int, phase: str) -> Case:
+def _k3_moe(tp: int, width: int) -> Case:
     return _case(
         "moe_mxfp4",
         f"k3-tp{tp}-w{width}",
-        f"k3-tp{tp} {phase} gpu",
+        f"k3-tp{tp} decode gpu" if width in WIDTHS else f"k3-tp{tp} prefill",
         W=width,
         Z=LATENT,
         E=EXPERTS,
@@ -160,15 +160,15 @@ def _kimi_k3() -> Iterator[Case]:
     for width in WIDTHS:
         yield from _k3_linear(8, width)
         yield from _k3_rows(width)
-        yield _k3_moe(8, width, "decode")
-    yield _k3_moe(8, 1024, "prefill")
+        yield _k3_moe(8, width)
+    yield _k3_moe(8, 1024)
     for requests, rows in REQUESTS:
         yield from _k3_attention(8, requests, rows)
     for rows in PROMPTS:
         yield from _k3_prompt(8, rows)
     for tp in (1, 2, 4):
         yield from _k3_linear(tp, 16)
-        yield _k3_moe(tp, 16, "decode")
+        yield _k3_moe(tp, 16)
         yield from _k3_attention(tp, 4, 4)
         yield from _k3_prompt(tp, 1024)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import jax
 
 from pallas_kernels.impl import Impl, require_impl
+from pallas_kernels.kda_decode_pallas import kda_decode_pallas
 from pallas_kernels.kda_decode_reference import kda_decode_reference
 from pallas_kernels.kda_types import KdaCache, KdaRows, KdaWeights
 
@@ -30,7 +31,7 @@ def kda_decode(
     Returns (out [B, T, H*V] = rms(o) * o_norm * sigmoid(gate) in the compute dtype, cache, flags
     bool[B] of requests with a non-finite row, health u32[]). Raises ValueError when T exceeds Q.
     """
-    require_impl("kda_decode", impl, ("reference", "pallas", "interpret"))
+    require_impl("kda_decode", impl)
     pending_rows = cache.pending.beta.shape[1]
     if rows.qkv.shape[1] > pending_rows:
         raise ValueError(
@@ -40,8 +41,6 @@ def kda_decode(
         return kda_decode_reference(
             rows, weights, cache, slots, accepted, lower_bound=lower_bound, norm_eps=norm_eps
         )
-    from pallas_kernels.kda_decode_pallas import kda_decode_pallas
-
     return kda_decode_pallas(
         rows,
         weights,

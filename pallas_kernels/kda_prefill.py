@@ -5,6 +5,7 @@ from __future__ import annotations
 import jax
 
 from pallas_kernels.impl import Impl, require_impl
+from pallas_kernels.kda_prefill_pallas import kda_prefill_pallas
 from pallas_kernels.kda_prefill_reference import kda_prefill_reference
 from pallas_kernels.kda_types import KdaCache, KdaRows, KdaWeights
 
@@ -32,7 +33,7 @@ def kda_prefill(
     Returns (out [B, T, H*V], cache, flags bool[B], health u32[]) as `kda_decode` does. Raises
     NotImplementedError when the kernels are asked for float32 rows or an unbounded decay.
     """
-    require_impl("kda_prefill", impl, ("reference", "pallas", "interpret"))
+    require_impl("kda_prefill", impl)
     if impl == "reference":
         return kda_prefill_reference(
             rows,
@@ -45,8 +46,6 @@ def kda_prefill(
             lower_bound=lower_bound,
             norm_eps=norm_eps,
         )
-    from pallas_kernels.kda_prefill_pallas import kda_prefill_pallas
-
     return kda_prefill_pallas(
         rows,
         weights,

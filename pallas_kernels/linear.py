@@ -7,8 +7,8 @@ import functools
 import jax
 
 from pallas_kernels.activation import Activation
-from pallas_kernels.impl import Impl, require_impl
-from pallas_kernels.linear_pallas import WIDEST, linear_pallas
+from pallas_kernels.impl import Impl, require_few_rows, require_impl
+from pallas_kernels.linear_pallas import linear_pallas
 from pallas_kernels.linear_reference import linear_reference
 
 
@@ -27,13 +27,14 @@ def linear(
 
     With `norm`, x is RMS-normalized by it first. With `activation`, N is [gate | up] and the
     result act(gate, up) has N/2 columns. `add` is added last. Returns [W, N or N/2] in `out_dtype`
-    (default x.dtype). The kernel streams the weights past few rows; above 64 rows arithmetic bounds
-    the product, and every `impl` is XLA's. Raises ValueError when shapes do not fit together.
+    (default x.dtype). Raises ValueError when shapes do not fit together, NotImplementedError when
+    the kernel is asked for more than 64 rows.
     """
-    require_impl("linear", impl, ("reference", "pallas", "interpret"))
+    require_impl("linear", impl)
     _check(x, weight, norm, activation, add)
     run = linear_reference
-    if impl != "reference" and x.shape[0] <= WIDEST:
+    if impl != "reference":
+        require_few_rows("linear", x.shape[0])
         run = functools.partial(linear_pallas, interpret=impl == "interpret")
     return run(x, weight, norm=norm, eps=eps, activation=activation, add=add, out_dtype=out_dtype)
 

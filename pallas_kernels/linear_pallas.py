@@ -16,7 +16,6 @@ from pallas_kernels.activation import Activation, gated
 SHARED_BYTES = 200 << 10  # of a multiprocessor of compute capability 9.0, less some
 PORTABLE_STAGES = 2  # AMD's pipeline holds one step ahead, in registers
 NAME = "linear_skinny"
-WIDEST = 64  # rows; beyond it the product is bound by arithmetic, and the library's GEMM is right
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,7 +59,7 @@ def linear_pallas(
     interpret: bool,
     tiles: LinearTiles | None = None,
 ) -> jax.Array:
-    """See `pallas_kernels.linear`; W at most WIDEST."""
+    """See `pallas_kernels.linear`; W at most MOST_ROWS."""
     features, depth = weight.shape
     columns = features // (1 if activation is None else 2)
     exact = jnp.float32 in (x.dtype, weight.dtype)

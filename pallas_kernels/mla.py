@@ -9,8 +9,6 @@ from pallas_kernels.mla_decode_pallas import mla_decode_pallas
 from pallas_kernels.mla_prefill_pallas import mla_prefill_pallas
 from pallas_kernels.mla_reference import mla_decode_reference, mla_prefill_reference
 
-IMPLS = ("reference", "pallas", "interpret")
-
 
 def mla_decode(
     q: jax.Array,  # [B, T, H, L+R]
@@ -33,7 +31,7 @@ def mla_decode(
     Returns (o [B, T, H, L] in q.dtype, flags bool[B] of requests with a non-finite row, health
     u32[]). Raises ValueError on misfit shapes.
     """
-    require_impl("mla_decode", impl, IMPLS)
+    require_impl("mla_decode", impl)
     _check("mla_decode", q, pages, latent)
     if impl == "reference":
         return mla_decode_reference(q, pages, page_table, lengths, latent=latent, scale=scale)
@@ -58,7 +56,7 @@ def mla_prefill(
     Row t of request b has position starts[b] + t and sees positions up to its own. Rows at
     lengths[b] and beyond are padding and give zeros. Otherwise as `mla_decode`.
     """
-    require_impl("mla_prefill", impl, IMPLS)
+    require_impl("mla_prefill", impl)
     _check("mla_prefill", q, pages, latent)
     if impl == "reference":
         return mla_prefill_reference(

@@ -24,7 +24,6 @@ from pallas_kernels.mxfp4_pallas import decode, decode_cuda, scale_values
 
 UP_NAME = "moe_mxfp4_up"
 DOWN_NAME = "moe_mxfp4_down"
-WIDEST = 64  # rows; wider batches are bound by arithmetic, not by reading weights
 UNROLLED = 4  # blocks of the inner width: so few that all their loads can start at once
 DOT_DEPTH = 16  # the least depth of a dot; narrower blocks are multiplied element by element
 
@@ -66,7 +65,7 @@ def moe_mxfp4_pallas(
     interpret: bool,
     tiles: MoeTiles | None = None,
 ) -> jax.Array:
-    """See `pallas_kernels.moe_mxfp4`; W at most WIDEST."""
+    """See `pallas_kernels.moe_mxfp4`; W at most MOST_ROWS."""
     rows, latent = z.shape
     inner = bank.w2.shape[2] * WORD
     tiles = tiles or moe_tiles(experts.size, rows, latent, inner, exact=z.dtype == jnp.float32)

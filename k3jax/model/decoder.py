@@ -14,7 +14,7 @@ from flax import nnx
 from k3jax.cache import LayerCache
 from k3jax.config import K3Config
 from k3jax.model.ffn import Dense, Moe
-from k3jax.model.inputs import Residual, StepPlan, Tap, silent
+from k3jax.model.inputs import Residual, StepPlan, Tap, few_rows, silent
 from k3jax.model.mixers import Kda, Mla, weight
 from k3jax.parallel import gather, psum, rank
 from pallas_kernels import Impl, attn_res, attn_res_mix, attn_res_weights, linear, rms_norm
@@ -175,7 +175,8 @@ class Decoder(nnx.Module):
         normed, _ = enter(
             residual, query, self.norm, name="output", eps=self.eps, impl=self.impl, tap=tap
         )
-        part = linear(normed, self.head[...], out_dtype=jnp.float32, impl=self.impl)
+        impl = few_rows(self.impl, normed)
+        part = linear(normed, self.head[...], out_dtype=jnp.float32, impl=impl)
         return gather(part, axis=1)
 
 

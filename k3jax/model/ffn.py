@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from k3jax.config import K3Config
-from k3jax.model.inputs import Tap, silent
+from k3jax.model.inputs import Tap, few_rows, silent
 from k3jax.model.mixers import weight
 from k3jax.parallel import psum, world
 from pallas_kernels import (
@@ -41,8 +41,9 @@ class Dense(nnx.Module):
 
     def __call__(self, x: jax.Array, tap: Tap = silent) -> tuple[jax.Array, jax.Array]:
         """x [W, D] -> (out [W, D], health u32[])."""
-        inner = linear(x, self.gate_up[...], activation=self.activation, impl=self.impl)
-        out = psum(linear(inner, self.down[...], out_dtype=jnp.float32, impl=self.impl))
+        impl = few_rows(self.impl, x)
+        inner = linear(x, self.gate_up[...], activation=self.activation, impl=impl)
+        out = psum(linear(inner, self.down[...], out_dtype=jnp.float32, impl=impl))
         return out.astype(x.dtype), jnp.uint32(0)
 
 
@@ -81,6 +82,7 @@ class Moe(nnx.Module):
 
     def __call__(self, x: jax.Array, tap: Tap = silent) -> tuple[jax.Array, jax.Array]:
         """x [W, D] -> (out [W, D], health u32[])."""
+        impl = few_rows(self.impl, x)
         experts, weights = route(
             x,
             self.router[...],
@@ -88,12 +90,10 @@ class Moe(nnx.Module):
             top_k=self.top_k,
             scaling=self.scaling,
             renormalize=self.renormalize,
-            impl=self.impl,
+            impl=impl,
         )
-        latent = x if self.down is None else linear(x, self.down[...], impl=self.impl)
-        routed = moe(
-            latent, experts, weights, self.bank(), activation=self.activation, impl=self.impl
-        )
+        latent = x if self.down is None else linear(x, self.down[...], impl=impl)
+        routed = moe(latent, experts, weights, self.bank(), activation=self.activation, impl=impl)
         shared = self.shared(x)
         routed, shared, health = reduce_once(routed, shared, experts, merge=self.up is None)
         tap("router_experts", experts)
@@ -108,7 +108,7 @@ class Moe(nnx.Module):
             norm=norm,
             eps=self.eps,
             add=shared,
-            impl=self.impl,
+            impl=impl,
         )
         return out, health
 
@@ -119,8 +119,9 @@ class Moe(nnx.Module):
 
     def shared(self, x: jax.Array) -> jax.Array:
         """The shared experts' partial sum, f32[W, D]."""
-        inner = linear(x, self.shared_gate_up[...], activation=self.activation, impl=self.impl)
-        return linear(inner, self.shared_down[...], out_dtype=jnp.float32, impl=self.impl)
+        impl = few_rows(self.impl, x)
+        inner = linear(x, self.shared_gate_up[...], activation=self.activation, impl=impl)
+        return linear(inner, self.shared_down[...], out_dtype=jnp.float32, impl=impl)
 
 
 def reduce_once(

@@ -7,6 +7,8 @@ from typing import Literal, Protocol
 
 import jax
 
+from pallas_kernels import MOST_ROWS, Impl
+
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
@@ -44,6 +46,11 @@ class Residual:
     count: jax.Array  # i32[]
     part: jax.Array  # [W, D]
     delta: jax.Array  # [W, D] what the last sublayer returned, not yet added
+
+
+def few_rows(impl: Impl, x: jax.Array) -> Impl:
+    """The impl of linear, route and moe on rows x [W, ...]: beyond the kernels' limit, XLA's."""
+    return impl if x.shape[0] <= MOST_ROWS else "reference"
 
 
 class Tap(Protocol):

@@ -11,7 +11,7 @@ from flax import nnx
 
 from k3jax.cache import MlaPages, write_latents
 from k3jax.config import K3Config
-from k3jax.model.inputs import StepPlan, Tap, silent
+from k3jax.model.inputs import StepPlan, Tap, few_rows, silent
 from k3jax.model.internals import kda_internals
 from k3jax.parallel import psum
 from pallas_kernels import (
@@ -42,7 +42,8 @@ def split(x: jax.Array, widths: tuple[int, ...]) -> list[jax.Array]:
 
 def output_projection(x: jax.Array, o_proj: jax.Array, impl: Impl) -> jax.Array:
     """x [W, HV] times o_proj [D, HV], summed over the ranks in float32; [W, D] in x's dtype."""
-    return psum(linear(x, o_proj, out_dtype=jnp.float32, impl=impl)).astype(x.dtype)
+    out = linear(x, o_proj, out_dtype=jnp.float32, impl=few_rows(impl, x))
+    return psum(out).astype(x.dtype)
 
 
 class Kda(nnx.Module):
@@ -96,10 +97,11 @@ class Kda(nnx.Module):
 
     def project(self, x: jax.Array, plan: StepPlan) -> KdaRows:
         """All projections of the rows x [W, D]."""
-        qkv, gate, decay, beta = split(linear(x, self.in_proj[...], impl=self.impl), self.widths)
-        decay = linear(decay, self.f_b[...], impl=self.impl)
+        impl = few_rows(self.impl, x)
+        qkv, gate, decay, beta = split(linear(x, self.in_proj[...], impl=impl), self.widths)
+        decay = linear(decay, self.f_b[...], impl=impl)
         if self.g_b is not None:
-            gate = linear(gate, self.g_b[...], impl=self.impl)
+            gate = linear(gate, self.g_b[...], impl=impl)
         shape = plan.tokens.shape
         return KdaRows(*(part.reshape(*shape, -1) for part in (qkv, decay, beta, gate)))
 
@@ -133,7 +135,8 @@ class Mla(nnx.Module):
         self, x: jax.Array, cache: MlaPages, plan: StepPlan, tap: Tap = silent
     ) -> tuple[jax.Array, MlaPages, jax.Array, jax.Array]:
         """x [W, D] -> (out [W, D], cache, non-finite flags bool[B], health u32[])."""
-        query, latents, gate = split(linear(x, self.in_proj[...], impl=self.impl), self.widths)
+        projected = linear(x, self.in_proj[...], impl=few_rows(self.impl, x))
+        query, latents, gate = split(projected, self.widths)
         latents = self.normalize(latents)
         cache = write_latents(cache, latents, plan.write_pages, plan.write_offsets)
         query = self.absorb(query).reshape(*plan.tokens.shape, self.heads, -1)
@@ -168,9 +171,8 @@ class Mla(nnx.Module):
     def absorb(self, query: jax.Array) -> jax.Array:
         """[W, q_lora or H*(nope+R)] -> queries against the latents [W, H, L+R]."""
         if self.q_b is not None and self.q_a_norm is not None:
-            query = linear(
-                query, self.q_b[...], norm=self.q_a_norm[...], eps=LATENT_EPS, impl=self.impl
-            )
+            impl = few_rows(self.impl, query)
+            query = linear(query, self.q_b[...], norm=self.q_a_norm[...], eps=LATENT_EPS, impl=impl)
         query = query.reshape(query.shape[0], self.heads, -1)
         nope, rope = split(query, (self.nope, query.shape[-1] - self.nope))
         absorbed = per_head("whn,hnl->whl", nope, self.w_uk[...], query.dtype)

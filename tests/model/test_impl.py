@@ -1,0 +1,44 @@
+"""Which steps run kernels: seen in what is traced, since no CPU compiles them."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from k3jax.cache import CacheSizes, abstract_cache
+from k3jax.config import K3Config
+from k3jax.decode.batch import Step, empty_batch
+from k3jax.decode.config import DecodeConfig
+from k3jax.decode.step import build_step
+from k3jax.model.decoder import abstract_decoder
+from k3jax.parallel import make_mesh
+from k3jax.params import packed_shapes, packed_specs
+
+FEW_ROWS = {"linear_skinny", "route_top_k", "moe_mxfp4_up", "moe_mxfp4_down"}
+DECODE = {"kda_decode", "mla_decode", "attn_res"}
+PREFILL = {"kda_prefill_chunk", "kda_prefill_scan", "mla_prefill", "attn_res"}
+
+
+@pytest.mark.parametrize(
+    ("step", "kernels"),
+    [
+        (Step("decode", 4, 1), DECODE | FEW_ROWS),
+        (Step("prefill", 1, 64), PREFILL | FEW_ROWS),
+        (Step("prefill", 1, 128), PREFILL | {"linear_skinny"}),  # the head, on the last row
+    ],
+    ids=str,
+)
+def test_kernels_run_where_they_are_made_for(golden, step, kernels):
+    """Those that stream weights past few rows are not asked for more, nor are they forgotten."""
+    config, mesh = K3Config.from_file(golden / "k3-tiny-a"), make_mesh(1)
+    run = DecodeConfig(impl="pallas", max_requests=4, page_size=16)
+    sizes = CacheSizes(run.slots, 9, run.page_size, run.max_pages, run.pending)
+    graph, _ = abstract_decoder(config, run.tp, run.impl, run.dtype)
+    function = build_step(graph, config, run, step, mesh=mesh, param_specs=packed_specs(config))
+    traced = function.trace(
+        packed_shapes(config, 1),
+        abstract_cache(config, sizes, run.dtype, mesh),
+        empty_batch(step, sizes, config.vocab_size),
+        jax.ShapeDtypeStruct((), jnp.uint32),
+    )
+    text = str(traced.jaxpr)
+    assert {name for name in DECODE | PREFILL | FEW_ROWS if f"name={name}" in text} == kernels
