@@ -45,7 +45,13 @@ WITH_JAX = (
     "k3jax.sampling",
     "k3jax.serve.worker",
 )
-WITHOUT_JAX = ("k3jax.decode.config",)  # inside what is named above
+WITHOUT_JAX = (  # inside what is named above
+    "k3jax.decode.config",
+    "k3jax.decode.faults",
+    "k3jax.decode.kinds",
+    "k3jax.decode.reasons",
+    "k3jax.decode.watchdog",
+)
 
 
 def modules():

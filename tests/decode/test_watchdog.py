@@ -1,0 +1,38 @@
+"""A step that does not land is told of once, a step that lands never."""
+
+import subprocess
+import sys
+import threading
+import time
+
+from k3jax.decode.watchdog import Watchdog
+
+
+def test_a_step_that_lands_is_not_told_of():
+    told = []
+    watchdog = Watchdog(0.5, told.append)
+    for step in range(4):
+        with watchdog.landing(step):
+            time.sleep(0.05)
+    time.sleep(1.0)
+    watchdog.close()
+    assert not told
+
+
+def test_a_step_that_does_not_land():
+    told, event = [], threading.Event()
+    watchdog = Watchdog(0.1, lambda text: (told.append(text), event.set()))
+    with watchdog.landing(7):
+        assert event.wait(30)
+    (text,) = told
+    assert text.startswith("step 7 did not land within 0.1 s (--step-timeout)")
+
+
+def test_the_process_ends():
+    code = (
+        "import time; from k3jax.decode.watchdog import Watchdog\n"
+        "with Watchdog(0.1).landing(3): time.sleep(60)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=50)
+    assert done.returncode == 1
+    assert b"fatal: step 3 did not land" in done.stderr
