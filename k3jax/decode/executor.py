@@ -68,6 +68,8 @@ class Executor:
         *,
         progress: Callable[[str], None] = LOGGER.info,
     ):
+        if mesh.size != decode_config.tp:
+            raise ValueError(f"tp is {decode_config.tp}, but the mesh has {mesh.size} devices")
         check_params(params, config, decode_config.tp)
         self.params, self.config, self.decode_config = params, config, decode_config
         self.mesh, self.progress = mesh, progress
@@ -176,8 +178,8 @@ class Executor:
 
         None where the backend does not say how much memory it has (a CPU).
         """
-        stats = self.mesh.local_devices[0].memory_stats()
-        if not stats or "bytes_limit" not in stats:
+        stats = device_memory(self.mesh)
+        if stats is None:
             return None
         largest = (next(s for s in self.steps if s.kind == kind) for kind in ("prefill", "decode"))
         scratch = 0
@@ -190,8 +192,16 @@ class Executor:
             scratch = max(
                 scratch, analysis.temp_size_in_bytes + analysis.generated_code_size_in_bytes
             )
-        limit = int(stats["bytes_limit"] * (1 - RESERVE))
-        return max(0, limit - stats["bytes_in_use"] - scratch)
+        limit, in_use = stats
+        return max(0, int(limit * (1 - RESERVE)) - in_use - scratch)
+
+
+def device_memory(mesh: Mesh) -> tuple[int, int] | None:
+    """(limit, in use) in bytes of this process' first device; None if it does not say."""
+    stats = mesh.local_devices[0].memory_stats()
+    if not stats or "bytes_limit" not in stats:
+        return None
+    return stats["bytes_limit"], stats["bytes_in_use"]
 
 
 def compile_timed(lowered: Lowered) -> tuple[Compiled, float]:

@@ -1,5 +1,8 @@
 """Donation, sizing, refusals, and the seam between modules and packed parameters."""
 
+from dataclasses import replace
+from types import SimpleNamespace
+
 import jax
 import numpy as np
 import pytest
@@ -98,12 +101,30 @@ def test_refusals(linear):
     with pytest.raises(ValueError, match="lower max_requests or max_context"):
         Executor(executor.params, config, small, executor.mesh)
     assert decode_config.cache_memory is None
+    with pytest.raises(ValueError, match="tp is 2, but the mesh has 1 devices"):
+        Executor(executor.params, config, replace(decode_config, tp=2), executor.mesh)
 
 
-def test_pages_fill_the_cache_memory(linear):
+def test_pages_fill_the_memory_that_is_left(linear, monkeypatch):
+    """A device of so many bytes, with parameters, the cache and the largest step's scratch."""
     executor = linear.executor
     config, sizes = executor.config, executor.sizes
-    leaves = jax.tree.leaves(executor.cache)
-    total = sum(leaf.nbytes for leaf in leaves)
-    pages = sizes.pages * page_bytes(config, sizes, "float32")
-    assert total == pages + fixed_bytes(config, sizes, "float32", 1)
+    each = page_bytes(config, sizes, "float32")
+    fixed = fixed_bytes(config, sizes, "float32", 1)
+    total = sum(leaf.nbytes for leaf in jax.tree.leaves(executor.cache))
+    assert total == sizes.pages * each + fixed
+    in_use, scratch, pages = 12_345, 6_789, sizes.max_pages + 3
+    limit = (in_use + scratch + fixed + pages * each + each // 2) / (1 - executor_module.RESERVE)
+    monkeypatch.setattr(executor_module, "device_memory", lambda mesh: (int(limit), in_use))
+    asked = []
+
+    def lower(step, sizes):
+        asked.append((step.kind, sizes.pages))
+        temporary = scratch - 89 if step.kind == "decode" else 100
+        analysis = SimpleNamespace(temp_size_in_bytes=temporary, generated_code_size_in_bytes=89)
+        compiled = SimpleNamespace(memory_analysis=lambda: analysis)
+        return SimpleNamespace(compile=lambda: compiled)
+
+    monkeypatch.setattr(executor, "_lower", lower)
+    assert executor._choose_sizes().pages == pages
+    assert asked == [("prefill", 1 + sizes.max_pages), ("decode", 1 + sizes.max_pages)]
