@@ -73,11 +73,3 @@ def make_server():
     yield make
     for server in servers:
         server.close()
-
-
-def eventually(condition, seconds=5.0):
-    """Wait until a condition holds."""
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "waited too long"
-        time.sleep(0.005)

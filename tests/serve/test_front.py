@@ -14,8 +14,8 @@ from pathlib import Path
 import httpx
 import psutil
 import pytest
-from conftest import eventually
 from fake_engine import CHECKPOINT, script
+from waiting import eventually
 
 from k3jax.bundled import bundled_model
 from k3jax.serve.__main__ import front_settings, main

@@ -5,8 +5,8 @@ import socket
 import threading
 
 import pytest
-from conftest import eventually
 from fake_engine import INFO, TOKENIZER, ids_of, script
+from waiting import eventually
 
 import k3jax.serve.sse
 from k3jax.serve.link import Fatal, Progress, Ready
