@@ -30,7 +30,7 @@ from k3jax.serve.protocol import (
     tools_as_given,
 )
 from k3jax.serve.sse import EventStream, unless_disconnected
-from k3jax.serve.stream import Head, stream_chunks
+from k3jax.serve.stream import Choice, Form, Head, stream_chunks
 from k3jax.tokenizer import Tokenizer
 
 CLIENT_GONE = 499  # what others log for a client that did not wait; nobody reads it
@@ -75,8 +75,9 @@ class Generate:
     async def completions(self, body: CompletionRequest, http: Request) -> Response:
         """POST /v1/completions."""
         self._check(body)
-        prompts = [await self._prompt(prompt) for prompt in body.prompts]
         count = body.n or 1
+        self._client.check_room(count * len(body.prompts))  # before millions of them are read
+        prompts = [await self._prompt(prompt) for prompt in body.prompts]
         requests: list[EngineRequest] = []
         choices: list[completions.CompletionChoice] = []
         for prompt in prompts:
@@ -89,18 +90,7 @@ class Generate:
                 choices.append(
                     completions.CompletionChoice(self._tokenizer, body, len(choices), prompt)
                 )
-        generation = self._client.start(requests)
-        head = self._head("cmpl")
-        chunks = stream_chunks(
-            generation,
-            choices,
-            partial(completions.make_chunk, head),
-            include_usage=body.include_usage or not body.stream,
-            choices_per_prompt=count,
-        )
-        if body.stream:
-            return EventStream(generation, chunks)
-        return await _whole(completions.fold(head, chunks, len(choices)), generation, http)
+        return await self._answer(body, http, requests, choices, completions)
 
     async def chat(self, body: ChatRequest, http: Request) -> Response:
         """POST /v1/chat/completions."""
@@ -119,18 +109,7 @@ class Generate:
         choices = [
             chat.ChatChoice(self._tokenizer, body, number, self._end_ids) for number in range(count)
         ]
-        generation = self._client.start(requests)
-        head = self._head("chatcmpl")
-        chunks = stream_chunks(
-            generation,
-            choices,
-            partial(chat.make_chunk, head),
-            include_usage=body.include_usage or not body.stream,
-            choices_per_prompt=count,
-        )
-        if body.stream:
-            return EventStream(generation, chunks)
-        return await _whole(chat.fold(head, chunks, count), generation, http)
+        return await self._answer(body, http, requests, choices, chat)
 
     async def tokenize(self, body: TokenizeRequest) -> Response:
         """POST /tokenize: the ids of a text or of a conversation's prompt."""
@@ -222,9 +201,28 @@ class Generate:
             raise bad_request(f"only {room} tokens can be generated", "min_tokens")
         return room
 
-    def _head(self, prefix: str) -> Head:
-        name = self._served.name
-        return Head(f"{prefix}-{secrets.token_hex(12)}", int(time.time()), name)
+    async def _answer(
+        self,
+        body: GenerationRequest,
+        http: Request,
+        requests: list[EngineRequest],
+        choices: Sequence[Choice[Any]],
+        form: Form,
+    ) -> Response:
+        """Start one engine request a choice; their stream, or the reply that it folds to."""
+        generation = self._client.start(requests)
+        name = f"{form.ID_PREFIX}-{secrets.token_hex(12)}"
+        head = Head(name, int(time.time()), self._served.name)
+        chunks = stream_chunks(
+            generation,
+            choices,
+            partial(form.make_chunk, head),
+            include_usage=body.include_usage or not body.stream,
+            choices_per_prompt=body.n or 1,
+        )
+        if body.stream:
+            return EventStream(generation, chunks)
+        return await _whole(form.fold(head, chunks, len(choices)), generation, http)
 
 
 class Operate:

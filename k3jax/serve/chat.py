@@ -15,6 +15,8 @@ from k3jax.serve.stops import StopMatcher
 from k3jax.serve.stream import Head, Tally, UsageField, finite
 from k3jax.tokenizer import Tokenizer
 
+ID_PREFIX = "chatcmpl"
+
 
 class ChatChoice:
     """One answer of a chat, from the deltas of its request; `end_ids` end an answer.

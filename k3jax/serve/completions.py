@@ -13,6 +13,8 @@ from k3jax.serve.stops import StopMatcher
 from k3jax.serve.stream import Head, Tally, UsageField, finite
 from k3jax.tokenizer import Detokenizer, Tokenizer
 
+ID_PREFIX = "cmpl"
+
 
 class CompletionChoice:
     """One text of a completion, from the deltas of its request."""

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
-from msgspec import UNSET, UnsetType
+from msgspec import UNSET, Struct, UnsetType
 
 from k3jax.request import Delta
 from k3jax.serve.client import Generation
@@ -61,6 +61,18 @@ class Choice(Protocol[Piece]):
         """The piece that a delta brings, if any; sets `finish_reason` with the last."""
 
 
+class Form(Protocol):
+    """How pieces become chunks, and chunks a whole reply: the modules completions and chat."""
+
+    ID_PREFIX: str  # of a reply's id
+
+    def make_chunk(self, head: Head, choices: list[Any], usage: UsageField) -> Any: ...
+
+    def fold(
+        self, head: Head, chunks: AsyncIterator[Any], count: int
+    ) -> Coroutine[Any, Any, Struct]: ...
+
+
 async def stream_chunks(
     generation: Generation,
     choices: Sequence[Choice[AnyPiece]],
@@ -106,4 +118,4 @@ def usage_of(tallies: Sequence[Tally], choices_per_prompt: int) -> Usage:
 
 def finite(logprob: float) -> float:
     """A log probability that JSON can hold."""
-    return logprob if logprob > LOWEST_LOGPROB else LOWEST_LOGPROB
+    return max(LOWEST_LOGPROB, logprob)
