@@ -9,8 +9,10 @@ import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
-from k3jax.bundled import bundled_model
+from k3jax.bundled import NAME, bundled_model
+from k3jax.decode.config import BACKENDS, DTYPES, IMPLS, DecodeConfig
 from k3jax.serve.front import Front, FrontSettings
 from k3jax.serve.link import WorkerSettings
 
@@ -61,18 +63,29 @@ def front_settings(arguments: Sequence[str] | None = None) -> FrontSettings:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m k3jax.serve", description=__doc__)
     add = parser.add_argument
-    add("--model", metavar="DIR", help="Hugging Face checkpoint; default: the bundled k3-tiny")
+    add("--model", metavar="DIR", help=f"checkpoint, as released or converted (default: {NAME})")
     add("--served-model-name", metavar="NAME", help="default: the directory's name")
     add("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
     add("--port", type=_port, default=8000, help="0: any free one (default: %(default)s)")
-    add("--dtype", choices=("bfloat16", "float32"), help="of activations and latents")
-    add("--tp", type=_count, metavar="N", help="ranks of tensor parallelism")
-    add("--max-requests", type=_count, metavar="N", help="requests that run at a time")
-    add("--max-context", type=_count, metavar="N", help="tokens of a request, answer included")
-    add("--page-size", type=_count, metavar="N", help="tokens of a page of the latent cache")
-    add("--cache-memory", type=_memory, metavar="BYTES", help="on each device, as 512MiB or 20G")
-    add("--decode-backend", choices=("auto", "specialized", "stock"))
-    add("--impl", choices=("pallas", "interpret", "reference"), help="of prefill and stock steps")
+
+    def run(flag: str, text: str, **options: Any) -> None:
+        """A flag of DecodeConfig, whose default holds where none is given."""
+        default = getattr(DecodeConfig, flag.removeprefix("--").replace("-", "_"))
+        add(flag, help=f"{text} (default: {default})", **options)
+
+    run("--dtype", "of activations and latents", choices=DTYPES)
+    run("--tp", "ranks of tensor parallelism", type=_count, metavar="N")
+    run("--max-requests", "requests that run at a time", type=_count, metavar="N")
+    run("--max-context", "tokens of a request, answer included", type=_count, metavar="N")
+    run("--page-size", "tokens of a page of the latent cache", type=_count, metavar="N")
+    run("--decode-backend", "of decode steps", choices=BACKENDS)
+    run("--impl", "of prefill and stock steps", choices=IMPLS)
+    add(
+        "--cache-memory",
+        type=_memory,
+        metavar="BYTES",
+        help="on each device, as 512MiB or 20G (default: what is left)",
+    )
     add(
         "--builds",
         type=_builds,
