@@ -63,11 +63,14 @@ def groups(config: K3Config) -> tuple[str, ...]:
     return (ENDS, *(f"layers.{layer}" for layer in range(config.num_layers)))
 
 
+def layer_of(group: str) -> int:
+    """Number of the layer that a group other than the ends is."""
+    return int(group.removeprefix("layers."))
+
+
 def group_params(config: K3Config, group: str) -> Specs:
     """Parameters of one group, named within it."""
-    if group == ENDS:
-        return end_params(config)
-    return layer_params(config, int(group.removeprefix("layers.")))
+    return end_params(config) if group == ENDS else layer_params(config, layer_of(group))
 
 
 def end_params(config: K3Config) -> Specs:

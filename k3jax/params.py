@@ -23,6 +23,7 @@ from k3jax.logical import (
     check_tp,
     group_params,
     groups,
+    layer_of,
     logical_params,
 )
 from pallas_kernels.mxfp4 import pack_words
@@ -140,7 +141,7 @@ def _first_alike(config: K3Config, group: str) -> str:
     if group == ENDS:
         return group
     kinds = list(zip(config.mixers, config.ffns, strict=True))
-    return f"layers.{kinds.index(kinds[int(group.removeprefix('layers.'))])}"
+    return f"layers.{kinds.index(kinds[layer_of(group)])}"
 
 
 def _logical_specs(config: K3Config, group: str) -> dict[str, PartitionSpec]:
@@ -161,7 +162,7 @@ def _local_shapes(config: K3Config, group: str, tp: int) -> dict[str, jax.ShapeD
 def _group_shapes(config: K3Config, group: str, tp: int) -> tuple[Packed, Packed]:
     """Trees of the packed arrays' axis names and of their global shapes."""
     local = jax.eval_shape(lambda x: pack(x, config), _local_shapes(config, group, tp))
-    ffn = "" if group == ENDS else config.ffns[int(group.removeprefix("layers."))]
+    ffn = "" if group == ENDS else config.ffns[layer_of(group)]
 
     def axes(path: tuple[Any, ...], shape: jax.ShapeDtypeStruct) -> tuple[str | None, ...]:
         names = [str(entry.key) for entry in path]
@@ -187,9 +188,7 @@ def _group_specs(config: K3Config, group: str) -> Packed:
 def join_groups(packed: Mapping[str, Packed]) -> Packed:
     """The whole tree from its groups: the ends' arrays, and "layers" by number."""
     tree = dict(packed[ENDS])
-    tree["layers"] = {
-        int(name.removeprefix("layers.")): part for name, part in packed.items() if name != ENDS
-    }
+    tree["layers"] = {layer_of(name): part for name, part in packed.items() if name != ENDS}
     return tree
 
 
@@ -208,7 +207,7 @@ def packed_shapes(config: K3Config, tp: int) -> Packed:
     shapes = {}
     for group in groups(config):
         _, tree = _group_shapes(config, _first_alike(config, group), tp)
-        shapes[group] = jax.tree.map(lambda shape: shape, tree)
+        shapes[group] = jax.tree.map(lambda shape: shape, tree)  # a copy: the cache keeps its own
     return join_groups(shapes)
 
 

@@ -15,7 +15,6 @@ import os
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import jax
@@ -116,12 +115,7 @@ class OrbaxCheckpoint:
     def __enter__(self) -> OrbaxCheckpoint:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self._checkpointer.close()
 
     def _check_group(self, group: str, problems: Problems) -> None:

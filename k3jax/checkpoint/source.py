@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Protocol
 
 import jax
@@ -30,12 +29,7 @@ class Source(Readable, Protocol):
 
     def __enter__(self) -> Source: ...
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None: ...
+    def __exit__(self, *exception: object) -> None: ...
 
     def describe(self, group: str, name: str, expert: int) -> str:
         """Name that an error gives to one expert of a stacked tensor."""
