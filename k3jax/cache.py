@@ -13,12 +13,12 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
-from k3jax.config import K3Config
+from k3jax.config import CONV_WIDTH, K3Config
 from k3jax.parallel import REPLICATED, shardings, spec
 from k3jax.sampling import SamplingRow, SamplingState, make_sampling_state, reset_slot
 from pallas_kernels import KdaCache, KdaPending, kda_commit
 
-CONV_ROWS = 3  # raw projections kept: the convolution's width less the current row
+CONV_ROWS = CONV_WIDTH - 1  # raw projections kept; the current row is no part of them
 
 
 @dataclass(frozen=True)

@@ -23,9 +23,9 @@ from k3jax.decode.executor import Executor
 from k3jax.decode.failstop import check_health
 from k3jax.decode.step import forward
 from k3jax.engine import Engine
-from k3jax.model.decoder import abstract_decoder
+from k3jax.model.decoder import abstract_decoder, collect_into
 from k3jax.model.inputs import silent
-from k3jax.parallel import REPLICATED, gather, make_mesh, spmd
+from k3jax.parallel import REPLICATED, make_mesh, spmd
 from k3jax.params import packed_specs
 from k3jax.request import SamplingParams
 from k3jax.tokenizer import Tokenizer
@@ -198,11 +198,7 @@ def build_forward(
 
     def run(params: Any, cache: Cache, batch: Batch) -> tuple[Cache, Result]:
         taps: dict[str, jax.Array] = {}
-
-        def collect(name: str, value: jax.Array, sharded: int | None = None) -> None:
-            taps[name] = value if sharded is None else gather(value, sharded)
-
-        tap = collect if tracing else silent
+        tap = collect_into(taps) if tracing else silent
         decoder = nnx.merge(graph, params)
         done = forward(decoder, config, decode_config, step, (cache, batch), tap)
         logits = decoder.logits(done.residual, tap)

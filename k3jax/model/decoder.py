@@ -180,6 +180,15 @@ class Decoder(nnx.Module):
         return gather(part, axis=1)
 
 
+def collect_into(taps: dict[str, jax.Array]) -> Tap:
+    """A Tap that keeps every intermediate by its name, whole on every rank."""
+
+    def collect(name: str, value: jax.Array, sharded: int | None = None) -> None:
+        taps[name] = value if sharded is None else gather(value, sharded)
+
+    return collect
+
+
 @partial(jax.jit, static_argnames=("graph", "starts_block", "tracing"))
 def layer_body(
     params: Any,
@@ -196,12 +205,8 @@ def layer_body(
     The last result holds the named intermediates, whole on every rank, if `tracing`.
     """
     taps: dict[str, jax.Array] = {}
-
-    def collect(name: str, value: jax.Array, sharded: int | None = None) -> None:
-        taps[name] = value if sharded is None else gather(value, sharded)
-
     layer = nnx.merge(graph, params)
-    tap = collect if tracing else silent
+    tap = collect_into(taps) if tracing else silent
     residual, cache, flags, health = layer(
         residual, cache, plan, starts_block=starts_block, tap=tap
     )
