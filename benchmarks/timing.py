@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import statistics
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -164,9 +164,3 @@ class Line:
             "percent": 100 * self.bytes / bandwidth / self.seconds,
             "peers_us": {name: seconds * 1e6 for name, seconds in self.peers.items()},
         }
-
-
-def print_lines(lines: Iterable[Line], bandwidth: float) -> None:
-    """The table, line by line."""
-    for line in lines:
-        print(line.text(bandwidth), flush=True)

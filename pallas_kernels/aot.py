@@ -22,8 +22,9 @@ from typing import Any
 import jax
 from jax import sharding
 
+from pallas_kernels.aot_compile import LDS_BYTES
+
 ARCHS = ("gfx950", "gfx942")
-LDS_BYTES = {"gfx942": 64 << 10, "gfx950": 160 << 10}
 DOT_OPS = {"linear", "route", "moe_mxfp4", "kda_prefill", "mla_decode", "mla_prefill"}
 COLUMNS = (
     "programs", "warps", "vgprs", "agprs", "spills", "scratch", "lds", "mfma", "code", "waves",

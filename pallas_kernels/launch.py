@@ -13,11 +13,6 @@ from jax.experimental.pallas import triton as backend
 
 load = backend.load
 store = backend.store
-atomic_add = backend.atomic_add
-atomic_or = backend.atomic_or
-atomic_cas = backend.atomic_cas
-atomic_xchg = backend.atomic_xchg
-approx_tanh = backend.approx_tanh
 inline_asm = backend.elementwise_inline_asm
 barrier = backend.debug_barrier  # among the threads of a program; not in interpret mode
 

@@ -34,7 +34,7 @@ def expected_output(arrays, case):
     return np.stack(requests)
 
 
-def poison_unwritten(arrays, case):
+def poison_unwritten(arrays):
     """NaN in page 0 and in every cached row that no request has written."""
     lengths = np.asarray(arrays["lengths"]) + np.asarray(arrays.get("starts", 0))
     pages = np.asarray(arrays["pages"]).copy()
@@ -50,7 +50,7 @@ def poison_unwritten(arrays, case):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("case", [*tiny("mla_decode"), *tiny("mla_prefill")])
 def test_matches_float64(case, dtype, impl):
-    arrays = poison_unwritten(made(case, dtype), case)
+    arrays = poison_unwritten(made(case, dtype))
     out, flags, health = jax.jit(bind(case, impl))(arrays)
     assert out.dtype == dtype
     assert_close(out, expected_output(arrays, case), dtype, case.dims["L"])
