@@ -83,13 +83,14 @@ def test_kimi_linear_intermediates(traces, numbers, close):
 
 
 @pytest.mark.parametrize(
-    ("model", "sequence", "pattern", "layers"),
+    "case",
     [
         ("k3-tiny-a", "seq1", "seq1.L{}.moe_{}", range(1, 7)),
         ("kimi-linear-tiny", "seq0", "seq0.moe{}.{}", range(1, 5)),
     ],
 )
-def test_experts(traces, numbers, close, model, sequence, pattern, layers):
+def test_experts(traces, numbers, close, case):
+    model, sequence, pattern, layers = case
     trace = traces[model, sequence]
     for layer in layers:
         chosen = trace[f"layers.{layer}.router_experts"]
