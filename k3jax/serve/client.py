@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Sequence
 from typing import Literal, Protocol
 
 from k3jax.request import Delta, Request
-from k3jax.serve.errors import ApiError
+from k3jax.serve.errors import ApiError, bad_request
 from k3jax.serve.link import (
     Abort,
     Add,
@@ -81,14 +81,22 @@ class EngineClient:
             raise ApiError(503, f"{state}: {reason}".removesuffix(": "), code=self.state)
         return self.info
 
-    def start(self, requests: Sequence[Request]) -> Generation:
-        """Send requests to the engine; ApiError 429 if too many wait, 503 if it is not ready."""
+    def check_room(self, count: int) -> None:
+        """ApiError if `count` more requests cannot be taken: 503 if not ready, 429 if too many
+        wait, 400 if there are never so many places.
+        """
         room = self.ready_info().slots + self._max_waiting
-        if len(self._open) + len(requests) > room:
+        if count > room:
+            raise bad_request(f"{count} answers are asked for, but at most {room} at a time")
+        if len(self._open) + count > room:
             raise ApiError(
                 429, f"{len(self._open)} requests are open, of {room}: come again later",
                 code="overloaded",
             )  # fmt: skip
+
+    def start(self, requests: Sequence[Request]) -> Generation:
+        """Send requests to the engine; ApiError if `check_room` raises one."""
+        self.check_room(len(requests))
         generation = Generation(self, requests)
         for request in requests:
             self._open[request.request_id] = generation
@@ -105,8 +113,15 @@ class EngineClient:
         if self.state == "failed":
             return
         self.state, self.failure, self.metrics.failed = "failed", reason, True
+        self._end_open(ApiError(500, f"the engine failed: {reason}", code="failed"))
+
+    def end_open(self, reason: str) -> None:
+        """Nobody waits any longer: end every open request with an error."""
+        self._end_open(ApiError(503, reason, code=self.state))
+
+    def _end_open(self, error: ApiError) -> None:
         for generation in set(self._open.values()):
-            generation.put(None)
+            generation.put(error)
 
     def forget(self, request_id: str, *, abort: bool) -> None:
         """A request is over; with `abort` the engine does not know yet."""
@@ -126,11 +141,11 @@ class Generation:
         self._index = {request.request_id: i for i, request in enumerate(requests)}
         self._ids = [request.request_id for request in requests]
         self._first: dict[int, float] = {}
-        self._queue: asyncio.Queue[Delta | None] = asyncio.Queue()
+        self._queue: asyncio.Queue[Delta | ApiError] = asyncio.Queue()
 
-    def put(self, delta: Delta | None) -> None:
-        """A delta came; None: the engine failed."""
-        if delta is not None:
+    def put(self, delta: Delta | ApiError) -> None:
+        """A delta came, or an error that ends it all."""
+        if not isinstance(delta, ApiError):
             self._measure(self._index[delta.request_id], delta)
         self._queue.put_nowait(delta)
 
@@ -138,8 +153,8 @@ class Generation:
         """(index of the request, delta) until every request is over; ApiError if one fails."""
         while self._index:
             delta = await self._queue.get()
-            if delta is None:
-                raise ApiError(500, f"the engine failed: {self._client.failure}", code="failed")
+            if isinstance(delta, ApiError):
+                raise delta
             index = self._index.get(delta.request_id)
             if index is None:
                 continue

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import os
 import signal
 import socket
@@ -63,11 +64,13 @@ class Front:
         self._settings = settings
         self._tokenizer = Tokenizer.from_directory(settings.model)
         self._listener = _listen(settings.host, settings.port)
-        self._stopping = asyncio.Event()
+        self._stopping, self._hurry = asyncio.Event(), asyncio.Event()
 
     async def run(self) -> int:
         """Serve; 0 after SIGTERM or SIGINT, 1 if the engine failed."""
-        with tempfile.TemporaryDirectory(prefix="k3jax-") as folder:
+        # A socket's path has some hundred characters at most, which a TMPDIR may take up alone.
+        short = len(tempfile.gettempdir()) < 64
+        with tempfile.TemporaryDirectory(prefix="k3jax-", dir=None if short else "/tmp") as folder:
             address = f"ipc://{folder}/engine"
             link = FrontEnd(address)
             client = EngineClient(link, Metrics())
@@ -103,12 +106,12 @@ class Front:
                 lifespan="off",
                 ws="none",
                 timeout_keep_alive=IDLE_CONNECTION_SECONDS,
-                timeout_graceful_shutdown=max(1, round(self._settings.drain_seconds)),
+                timeout_graceful_shutdown=1 + math.ceil(self._settings.drain_seconds),
             )
         )
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self._on_signal, server)
+            loop.add_signal_handler(number, self._on_signal)
         http = asyncio.create_task(server.serve(sockets=[self._listener]))
         tasks: set[asyncio.Task[object]] = {
             asyncio.create_task(self._receive(link, client)),
@@ -123,6 +126,8 @@ class Front:
                 _say(f"stopping: {client.open_requests} open requests may end")
                 client.drain()
             server.should_exit = True
+            await self._drain(http, client)
+            server.force_exit = True
             await http
         finally:
             for task in tasks:
@@ -134,6 +139,15 @@ class Front:
         if client.state == "failed":
             _say(f"the engine failed: {client.failure}")
         return 0 if self._stopping.is_set() and client.state != "failed" else 1
+
+    async def _drain(self, http: asyncio.Task[None], client: EngineClient) -> None:
+        """Wait for the open requests, up to `drain_seconds` or a second signal; end the others."""
+        hurry = asyncio.create_task(self._hurry.wait())
+        seconds = self._settings.drain_seconds
+        await asyncio.wait({http, hurry}, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+        hurry.cancel()
+        client.end_open("the server shut down before the end of the answer")
+        await asyncio.wait({http}, timeout=FAILURE_SECONDS)
 
     async def _receive(self, link: FrontEnd, client: EngineClient) -> None:
         """Act on the engine's messages until it fails."""
@@ -164,10 +178,10 @@ class Front:
             flush=True,
         )
 
-    def _on_signal(self, server: HttpServer) -> None:
+    def _on_signal(self) -> None:
         """First stop after the open requests; a second signal does not wait for them."""
         if self._stopping.is_set():
-            server.force_exit = True
+            self._hurry.set()
         self._stopping.set()
 
 

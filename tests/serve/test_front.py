@@ -4,6 +4,7 @@ import json
 import os
 import re
 import select
+import shutil
 import signal
 import subprocess
 import sys
@@ -105,6 +106,14 @@ def in_thread(function, *arguments, **fields):
     return result
 
 
+def is_open(url):
+    """Whether a front still takes connections."""
+    try:
+        return httpx.get(f"{url}/ready") is not None
+    except httpx.TransportError:
+        return False
+
+
 def test_serve_and_drain(start):
     front = start()
     front.wait_until_ready()
@@ -137,18 +146,37 @@ def test_the_drain_is_bounded(start):
     front = start("--drain-seconds", "1")
     front.wait_until_ready()
 
-    def read_until_cut():
-        with pytest.raises(httpx.RemoteProtocolError):
-            front.post(script("a" * 300, delay=0.1), stream=True)
-
-    wait = in_thread(read_until_cut)
-    front.wait_for_first_tokens(1)
+    stream = in_thread(front.post, script("a" * 300, delay=0.1), stream=True)
+    whole = in_thread(front.post, script("a" * 300, delay=0.1))
+    front.wait_for_first_tokens(2)
     began = time.monotonic()
     front.process.terminate()
     status, errors = front.end()
     assert status == 0, errors
+    assert "Traceback" not in errors
     assert time.monotonic() - began < 10
-    wait()
+    assert "shut down before the end of the answer" in stream().text.splitlines()[-2]
+    assert whole().status_code == 503
+
+
+def test_a_second_signal_does_not_wait_for_open_requests(start):
+    front = start()
+    front.wait_until_ready()
+    stream = in_thread(front.post, script("a" * 300, delay=0.1), stream=True)
+    front.wait_for_first_tokens(1)
+    front.process.terminate()
+    eventually(lambda: not is_open(front.url))
+    front.process.terminate()
+    status, errors = front.end(10)
+    assert (status, "Traceback" in errors) == (0, False), errors
+    assert "shut down before the end of the answer" in stream().text
+
+
+def test_a_long_tmpdir_does_not_break_the_engines_socket(start, tmp_path, monkeypatch):
+    long = tmp_path / ("x" * 100)
+    long.mkdir()
+    monkeypatch.setenv("TMPDIR", str(long))
+    start().wait_until_ready()
 
 
 def test_health_and_progress_while_the_engine_loads(start):
@@ -225,6 +253,34 @@ def test_a_wrong_flag_is_explained(capsys, flags, message):
         main(flags)
     assert caught.value.code == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("config.json", b'{"model_type": "kimi_k3", "text_config": {}}', "hidden_size is missing"),
+        ("config.json", b"\xff", "is not JSON"),
+        ("config.json", None, "does not exist"),
+        ("tokenizer_config.json", b"\xff", "is not JSON"),
+        ("tokenizer_config.json", b'{"added_tokens_decoder": [1]}', "added_tokens_decoder is not"),
+        ("tiktoken.model", None, "tiktoken.model"),
+    ],
+)
+def test_a_broken_model_is_explained_in_a_line(capsys, tmp_path, name, content, message):
+    for file in ("config.json", "tokenizer_config.json", "tiktoken.model"):
+        shutil.copy(CHECKPOINT / file, tmp_path)
+    (tmp_path / name).unlink()
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
+    assert main(["--port=0", f"--model={tmp_path}"]) == 2
+    errors = capsys.readouterr().err
+    assert message in errors
+    assert errors.count("\n") == 1
+
+
+def test_a_context_beyond_the_models(capsys):
+    assert main(["--port=0", "--max-context=9999999"]) == 2
+    assert "--max-context 9999999 exceeds the model's 1048576" in capsys.readouterr().err
 
 
 def test_a_model_that_is_not_there(capsys, tmp_path):

@@ -3,6 +3,7 @@
 import re
 import socket
 import threading
+import time
 
 import pytest
 from fake_engine import INFO, TOKENIZER, ids_of, script
@@ -81,6 +82,15 @@ def test_too_many_requests_are_told_to_come_again(make_server):
         assert response.json()["error"]["type"] == "rate_limit_error"
     eventually(lambda: server.client.open_requests == 0)
     assert server.http.post("/v1/completions", json={"prompt": "x"}).status_code == 200
+
+
+def test_more_answers_than_ever_fit_are_refused_before_their_prompts_are_read(server):
+    body = {"prompt": ["x"] * 300_000, "n": 128}
+    begin = time.monotonic()
+    response = server.http.post("/v1/completions", json=body)
+    assert time.monotonic() - begin < 10  # to read them all takes minutes
+    assert response.status_code == 400
+    assert "38400000 answers" in response.json()["error"]["message"]
 
 
 def test_a_silent_stream_is_kept_alive(make_server, monkeypatch):
