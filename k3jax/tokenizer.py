@@ -89,6 +89,11 @@ class Tokenizer:
         directory = Path(path)
         config = _read_json(directory / "config.json")
         text_config = config.get("text_config", config)
+        if not isinstance(text_config, dict):
+            raise ValueError(f"{directory / 'config.json'}: text_config is not an object")
+        vocab_size = text_config.get("vocab_size")
+        if not isinstance(vocab_size, int | None):
+            raise ValueError(f"{directory / 'config.json'}: vocab_size {vocab_size!r} is no number")
         special = SpecialIds(
             *(
                 _first(config.get(key, text_config.get(key)))
@@ -96,13 +101,16 @@ class Tokenizer:
             )
         )
         tokenizer_config = _read_json(directory / "tokenizer_config.json")
-        added = tokenizer_config.get("added_tokens_decoder", {})
-        return cls(
-            _read_ranks(directory / "tiktoken.model"),
-            {int(token): str(entry["content"]) for token, entry in added.items()},
-            special=special,
-            vocab_size=text_config.get("vocab_size"),
-        )
+        try:
+            added = dict(tokenizer_config.get("added_tokens_decoder", {}))
+            names = {int(token): str(entry["content"]) for token, entry in added.items()}
+        except (ValueError, TypeError, KeyError) as error:
+            raise ValueError(
+                f"{directory / 'tokenizer_config.json'}: added_tokens_decoder is not "
+                '{"ID": {"content": "NAME"}, ...}'
+            ) from error
+        ranks = _read_ranks(directory / "tiktoken.model")
+        return cls(ranks, names, special=special, vocab_size=vocab_size)
 
     def encode(self, text: str) -> list[int]:
         """Ids of a text, none of them control ids, in time linear in its length."""
@@ -235,7 +243,7 @@ def _read_ranks(path: Path) -> dict[bytes, int]:
 def _read_json(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except json.JSONDecodeError as error:
+    except ValueError as error:  # UnicodeDecodeError is one, too
         raise ValueError(f"{path} is not JSON: {error}") from error
     if not isinstance(content, dict):
         raise ValueError(f"{path} holds no JSON object")

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from k3jax.bundled import NAME, bundled_model
+from k3jax.config import K3Config
 from k3jax.decode.config import BACKENDS, DTYPES, IMPLS, DecodeConfig
 from k3jax.serve.front import Front, FrontSettings
 from k3jax.serve.link import WorkerSettings
@@ -30,11 +31,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def front_settings(arguments: Sequence[str] | None = None) -> FrontSettings:
-    """Settings from the command line; SystemExit on a wrong flag, OSError without a model."""
+    """Settings from the command line; SystemExit for a wrong flag, an error for a wrong model."""
     given = _parser().parse_args(arguments)
     model = bundled_model() if given.model is None else Path(given.model)
     if not model.is_dir():
         raise FileNotFoundError(f"--model {model} is not a directory with a checkpoint")
+    positions = K3Config.from_file(model).max_positions
+    if given.max_context is not None and given.max_context > positions:
+        raise ValueError(f"--max-context {given.max_context} exceeds the model's {positions}")
     worker = WorkerSettings(
         address="",
         parent=0,

@@ -12,6 +12,7 @@ import signal
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 
@@ -37,6 +38,7 @@ from k3jax.serve.link import (
     WorkerSettings,
 )
 
+PACKAGE = Path(__file__).resolve().parent.parent
 IDLE_SECONDS = 1.0  # between two looks at the parent when there is nothing to do
 STATS_SECONDS = 0.25  # between two reports of the counters while steps run
 
@@ -57,11 +59,24 @@ def main(arguments: list[str]) -> int:
         gc.freeze()  # what is loaded stays: no collection need walk it
         Server(engine, end).run()
     except BaseException as error:
+        if is_refusal(error):
+            end.send(Fatal(str(error)))
+            return 1
         end.send(Fatal(f"{type(error).__name__}: {error}"))
         raise
     finally:
         end.close()
     return 0
+
+
+def is_refusal(error: BaseException) -> bool:
+    """Whether an error is what this package itself has to say of a model or a setting.
+
+    It says all there is to say; a traceback helps with the others.
+    """
+    frames = traceback.extract_tb(error.__traceback__)
+    own = bool(frames) and Path(frames[-1].filename).is_relative_to(PACKAGE)
+    return isinstance(error, OSError) or (isinstance(error, ValueError) and own)
 
 
 def end_with_parent(parent: int) -> None:

@@ -172,6 +172,7 @@ def test_a_worker_that_cannot_load_says_why_and_fails(front, tmp_path):
     assert isinstance(message, Fatal)
     assert "nothing" in message.text
     assert worker.process.wait(60) == 1
+    assert b"Traceback" not in worker.process.stderr.read()
 
 
 def test_an_orphan_ends_by_itself():
