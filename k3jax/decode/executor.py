@@ -27,6 +27,7 @@ from k3jax.cache import (
     page_bytes,
 )
 from k3jax.config import K3Config
+from k3jax.decode.agreement import refusal
 from k3jax.decode.batch import Batch, Step, StepOutput, empty_batch
 from k3jax.decode.config import DecodeConfig
 from k3jax.decode.step import build_step
@@ -56,7 +57,8 @@ class Executor:
 
     `params` is the packed tree on `mesh`; it belongs to the executor from now on. `progress` is
     told in words what is being done. Raises ValueError if the parameters do not fit the config or
-    the memory does not hold one request of `max_context` tokens.
+    the memory does not hold one request of `max_context` tokens, or if it must be specialized
+    decode: every step runs the stock path so far, which is what `auto` comes to.
     """
 
     def __init__(
@@ -70,6 +72,8 @@ class Executor:
     ):
         if mesh.size != decode_config.tp:
             raise ValueError(f"tp is {decode_config.tp}, but the mesh has {mesh.size} devices")
+        if decode_config.decode_backend == "specialized":
+            raise refusal("any model", ["layer kernels are not wired into steps yet"])
         check_params(params, config, decode_config.tp)
         self.params, self.config, self.decode_config = params, config, decode_config
         self.mesh, self.progress = mesh, progress

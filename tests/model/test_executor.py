@@ -103,6 +103,9 @@ def test_refusals(linear):
     assert decode_config.cache_memory is None
     with pytest.raises(ValueError, match="tp is 2, but the mesh has 1 devices"):
         Executor(executor.params, config, replace(decode_config, tp=2), executor.mesh)
+    forced = replace(decode_config, decode_backend="specialized")
+    with pytest.raises(ValueError, match=r"not support any model: .*--decode-backend auto"):
+        Executor(executor.params, config, forced, executor.mesh)
 
 
 def test_pages_fill_the_memory_that_is_left(linear, monkeypatch):
