@@ -1,5 +1,7 @@
 """Attention residuals."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -33,11 +35,12 @@ def test_weights_and_mix_for_tracing(case, dtype):
     arrays = {**made(case, dtype), "delta": None}
     _, _, mix, weights = oracles.attn_res(**wide(arrays), **options(case))
     names = ("blocks", "count", "part", "query_norm", "query_proj")
-    actual = attn_res_weights(*(arrays[name] for name in names), eps=EPS)
+    given = [arrays[name] for name in names]
+    actual = jax.jit(partial(attn_res_weights, eps=EPS))(*given)
     count = case.dims["count"]
     assert_close(actual[:, [*range(count), -1]], weights, jnp.float32, case.dims["D"])
     assert not np.asarray(actual[:, count:-1]).any()
-    actual = attn_res_mix(*(arrays[name] for name in names), eps=EPS)
+    actual = jax.jit(partial(attn_res_mix, eps=EPS))(*given)
     assert actual.dtype == dtype
     assert_close(actual, mix, dtype, case.dims["D"])
 

@@ -15,14 +15,15 @@ from pallas_kernels.cases import select
 from . import oracles
 from .oracles import DTYPES, assert_close, assert_same_bits, made, tiny, wide
 
-IMPLS = ["reference"]
+IMPLS = ["reference", "interpret"]
+COSTLY = ["reference"]  # test_kda_decode_pallas.py compares each form of the kernel with it
 
 
 def i32(*values):
     return jnp.asarray(values, jnp.int32)
 
 
-@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("impl", COSTLY)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("case", tiny("kda_decode"))
 def test_matches_float64(case, dtype, impl):
@@ -95,7 +96,7 @@ class TestAccepted:
         assert_same_bits(*later)
 
 
-@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("impl", COSTLY)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_verifying_equals_decoding_one_by_one(impl, dtype):
     """Four rows at once, of which each request accepts another number, then two more: the same
@@ -212,7 +213,7 @@ def test_a_nan_in_the_state_flags_its_request(small, impl):
     assert np.asarray(ops[impl]({**arrays, "cache": cache})[2]).tolist() == [False, False, True]
 
 
-@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("impl", COSTLY)
 def test_a_donated_cache_gives_the_same_bits(small, impl):
     ops, arrays = small
     expected = ops[impl](arrays)
