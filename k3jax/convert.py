@@ -95,7 +95,7 @@ def main(arguments: list[str] | None = None) -> int:
                 bar.update(size)
 
             convert(options.source, options.target, options.to, done)
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     return 0

@@ -180,5 +180,7 @@ def test_command_line(linear, tmp_path, capsys):
     assert main([str(linear.directory), str(tmp_path / "target")]) == 0
     assert "100%" in capsys.readouterr().err
     assert main([str(tmp_path / "nowhere"), str(tmp_path / "other")]) == 1
+    (tmp_path / "file").touch()
+    assert main([str(linear.directory), str(tmp_path / "file" / "target")]) == 1
     assert "error: " in capsys.readouterr().err
     assert module.__doc__ is not None
