@@ -25,7 +25,7 @@ PREFILL = {"kda_prefill_chunk", "kda_prefill_scan", "mla_prefill", "attn_res"}
         (Step("prefill", 1, 64), PREFILL | FEW_ROWS),
         (Step("prefill", 1, 128), PREFILL | {"linear_skinny"}),  # the head, on the last row
     ],
-    ids=str,
+    ids=("decode", "few", "many"),
 )
 def test_kernels_run_where_they_are_made_for(golden, step, kernels):
     """Those that stream weights past few rows are not asked for more, nor are they forgotten."""
