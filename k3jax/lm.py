@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -141,7 +142,7 @@ class LanguageModel:
 
     def _ids(self, prompt: str | Sequence[int]) -> list[int]:
         if not isinstance(prompt, str):
-            ids = [int(token) for token in prompt]
+            ids = [operator.index(token) for token in prompt]
         elif self.tokenizer is not None:
             ids = self.tokenizer.encode(prompt)
         else:

@@ -2,7 +2,7 @@
 
 The safetensors library neither slices bf16 into numpy nor reports more than one fault; a mapped
 file would count as host memory and a truncated one would kill the process.
-Format: https://huggingface.co/docs/safetensors (8 bytes of header length, JSON, data).
+Format: safetensors' own documentation (8 bytes of header length, JSON, data).
 """
 
 from __future__ import annotations

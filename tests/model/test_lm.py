@@ -37,6 +37,8 @@ def test_refusals(models):
         model.logits([1, 192])
     with pytest.raises(ValueError, match="at least one token"):
         model.trace(np.array([], np.int32))
+    with pytest.raises(TypeError, match="cannot be interpreted as an integer"):
+        model.logits([1.7])
 
 
 def test_the_package_names_what_it_loads_lazily():
