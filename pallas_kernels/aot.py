@@ -48,7 +48,8 @@ def lower_rocm(function: Callable[..., Any], *args: Any) -> jax.stages.Lowered:
     if hasattr(sharding, "AbstractDevice") and hasattr(sharding, "use_abstract_mesh"):
         # From JAX 0.11 on, the lowering asks which device it is for.
         device = sharding.AbstractDevice("gfx950", 256, "rocm")
-        mesh = sharding.AbstractMesh((1,), ("aot",), abstract_device=device)
+        kinds = (sharding.AxisType.Auto,)  # under explicit axes every array would need a sharding
+        mesh = sharding.AbstractMesh((1,), ("aot",), axis_types=kinds, abstract_device=device)
         with sharding.use_abstract_mesh(mesh):
             return jax.jit(function).trace(*args).lower(lowering_platforms=("rocm",))
     return jax.jit(function).trace(*args).lower(lowering_platforms=("rocm",))
