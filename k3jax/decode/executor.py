@@ -12,7 +12,6 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding
 from jax.stages import Compiled, Lowered
 
@@ -27,7 +26,7 @@ from k3jax.cache import (
     page_bytes,
 )
 from k3jax.config import K3Config
-from k3jax.decode.agreement import refusal
+from k3jax.decode.agreement import agree_on_minimum, refusal
 from k3jax.decode.batch import Batch, Step, StepOutput, empty_batch
 from k3jax.decode.config import DecodeConfig
 from k3jax.decode.step import build_step
@@ -168,7 +167,9 @@ class Executor:
             return sizes
         fixed = fixed_bytes(self.config, sizes, decode_config.dtype, decode_config.tp)
         each = page_bytes(self.config, sizes, decode_config.dtype)
-        pages = agree_on_minimum(max(0, memory - fixed) // each if each else needed)
+        pages = agree_on_minimum(
+            max(0, memory - fixed) // each if each else needed, "the number of pages"
+        )
         if pages < 1 + decode_config.max_pages:
             raise ValueError(
                 f"cache memory of {memory} bytes holds {fixed} bytes of KDA slots and then "
@@ -229,10 +230,3 @@ def check_params(params: Any, config: K3Config, tp: int) -> None:
     ]
     if wrong:
         raise ValueError(f"parameters do not fit the model at TP {tp}: {'; '.join(wrong)}")
-
-
-def agree_on_minimum(value: int) -> int:
-    """The smallest `value` of all processes: they must allocate alike."""
-    if jax.process_count() == 1:
-        return value
-    return int(np.min(multihost_utils.process_allgather(np.int64(value))))
