@@ -2,8 +2,10 @@
 
 Both launches have a program per (row, choice) pair and tile of features. A pair whose expert an
 earlier pair also names leaves at once; the others serve every row that chose their expert. The
-first launch applies gate, up and activation, the second the down projection; their results lie by
-pair, so the weighted sum over a row's choices has a fixed order, whatever the company.
+first launch applies gate, up and activation, the second the down projection and the row's weight of
+the expert; their results lie by pair, so the sum over a row's choices has a fixed order, whatever
+the company. A program is one warp, and weights go from memory to its registers in the order that
+the matrix instructions take (see mxfp4_pallas.py); many programs at once hide the latency.
 """
 
 from __future__ import annotations
@@ -18,14 +20,29 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels import launch
 from pallas_kernels.activation import Activation, gated
+from pallas_kernels.health import BIT_EXPERT
+from pallas_kernels.loops import run_ahead, run_ring
 from pallas_kernels.moe_types import Mxfp4Bank
-from pallas_kernels.mxfp4 import GROUP, WORD, block_words
-from pallas_kernels.mxfp4_pallas import decode, decode_cuda, scale_values
+from pallas_kernels.mxfp4 import GROUP, LANES, WORD
+from pallas_kernels.mxfp4_pallas import (
+    Decoder,
+    blocks_of,
+    decoders,
+    joined,
+    lift,
+    load_operands,
+    load_words,
+    multiply,
+    prepared,
+    raised,
+    tiled,
+)
 
 UP_NAME = "moe_mxfp4_up"
 DOWN_NAME = "moe_mxfp4_down"
-UNROLLED = 4  # blocks of the inner width: so few that all their loads can start at once
-DOT_DEPTH = 16  # the least depth of a dot; narrower blocks are multiplied element by element
+HELD = 256  # groups of 32 columns, times rows, that stay in registers for all output columns
+DEPTH = 2  # loads under way where the rows do not fit
+HALF_TILE = 8  # rows of half a matrix instruction: gate above, up below
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,25 +51,33 @@ class MoeTiles:
 
     rows: int  # rows that a program serves at once
     inner: int  # gate and as many up features of one program
-    inner_warps: int
-    inner_stages: int
+    inner_depth: int  # blocks of columns whose loads are under way
     columns: int  # output columns of one program
-    column_warps: int
-    column_stages: int
+    column_step: int  # and of one product
+    prepare: bool = True  # the rows once, by a launch of its own, not in each program
+    splits: int = 1  # pieces of the depth of gate and up
+    warps: int = 1
 
 
-def moe_tiles(pairs: int, rows: int, latent: int, inner: int, *, exact: bool) -> MoeTiles:
-    """Choose tiles for `rows` rows of `pairs` choices; `exact`: float32 products.
+def moe_tiles(pairs: int, latent: int, inner: int, *, exact: bool) -> MoeTiles:
+    """Choose tiles for `pairs` (row, choice) pairs; `exact`: float32 products.
 
     Measured in benchmarks/RESULTS.md.
     """
-    narrow, columns = min(32, inner & -inner), min(32, latent & -latent)
     if exact:
-        return MoeTiles(16, min(16, narrow), 4, 1, min(16, columns), 4, 1)
-    if rows > 8:
-        return MoeTiles(16, min(64, inner & -inner), 4, 3, columns, 1, 1)
-    stages = 5 if pairs <= 32 else 2  # few programs: each keeps more in flight
-    return MoeTiles(8, narrow, 2, stages, columns, 1, 1)
+        return MoeTiles(16, 8, 1, 16, 16)
+    if pairs <= 32:  # few programs: small ones, and no launch to prepare one or two rows
+        splits = 2 if latent % (2 * LANES * GROUP) == 0 else 1
+        columns = _columns(latent, 16, 4)
+        return MoeTiles(8, 8 // splits, 2, columns, 16, prepare=False, splits=splits)
+    columns = _columns(latent, 16, 7 if pairs <= 128 else 28)
+    return MoeTiles(8, min(16, inner & -inner), 2, columns, 16)
+
+
+def _columns(latent: int, step: int, most: int) -> int:
+    """Output columns of one program: up to `most` steps."""
+    steps = latent // step
+    return step * max(count for count in range(1, most + 1) if steps % count == 0)
 
 
 def moe_mxfp4_pallas(
@@ -64,27 +89,22 @@ def moe_mxfp4_pallas(
     activation: Activation,
     interpret: bool,
     tiles: MoeTiles | None = None,
-) -> jax.Array:
+) -> tuple[jax.Array, jax.Array]:
     """See `pallas_kernels.moe_mxfp4`; W at most MOST_ROWS."""
-    rows, latent = z.shape
-    inner = bank.w2.shape[2] * WORD
-    tiles = tiles or moe_tiles(experts.size, rows, latent, inner, exact=z.dtype == jnp.float32)
+    latent, inner = z.shape[1], bank.w2.shape[2] * WORD
+    exact = z.dtype == jnp.float32
+    tiles = tiles or moe_tiles(experts.size, latent, inner, exact=exact)
     operands = (z, experts, weights, bank.w13, bank.w13_scale, bank.w2, bank.w2_scale)
     run = functools.partial(_run, activation=activation, interpret=interpret)
+    cuda_decoder, portable_decoder = decoders(z.dtype, interpret=interpret)
     portable = functools.partial(
         run,
-        decoder=decode,
-        # AMD's matrix unit has no side of 8, and its pipeline holds one step ahead.
-        tiles=dataclasses.replace(
-            tiles, rows=max(16, tiles.rows), inner_stages=min(2, tiles.inner_stages)
-        ),
+        decoder=portable_decoder,
+        # AMD's matrix unit has no side of 8.
+        tiles=dataclasses.replace(tiles, rows=max(16, tiles.rows)),
     )
-    return launch.by_platform(
-        *operands,
-        cuda=functools.partial(run, decoder=decode_cuda, tiles=tiles),
-        portable=portable,
-        interpret=interpret,
-    )
+    cuda = functools.partial(run, decoder=cuda_decoder, tiles=tiles)
+    return launch.by_platform(*operands, cuda=cuda, portable=portable, interpret=interpret)
 
 
 def _run(
@@ -92,6 +112,10 @@ def _run(
 ):
     latent = z.shape[1]
     pairs, inner = experts.size, w2.shape[2] * WORD
+    w13, w2 = tiled(w13), tiled(w2)
+    w13_scale, w2_scale = joined(w13_scale), joined(w2_scale)
+    if tiles.prepare:
+        z, decoder = prepared(decoder, z)
     hidden = launch.launch(
         functools.partial(_up_kernel, activation=activation, decoder=decoder, tiles=tiles),
         experts,
@@ -102,179 +126,253 @@ def _run(
         grid=(pairs, inner // tiles.inner),
         out_shape=jax.ShapeDtypeStruct((pairs, inner), z.dtype),
         interpret=interpret,
-        num_warps=tiles.inner_warps,
-        num_stages=tiles.inner_stages,
+        num_warps=tiles.warps,
     )
-    parts = launch.launch(
+    parts, health = launch.launch(
         functools.partial(_down_kernel, decoder=decoder, tiles=tiles),
         experts,
+        weights,
         hidden,
         w2,
         w2_scale,
         name=DOWN_NAME,
         grid=(pairs, latent // tiles.columns),
-        out_shape=jax.ShapeDtypeStruct((pairs, latent), jnp.float32),
+        out_shape=(
+            jax.ShapeDtypeStruct((pairs, latent), jnp.float32),
+            jax.ShapeDtypeStruct((1,), jnp.uint32),
+        ),
         interpret=interpret,
-        num_warps=tiles.column_warps,
-        num_stages=tiles.column_stages,
+        num_warps=tiles.warps,
     )
-    # What no program wrote may hold anything.
-    valid = ((experts >= 0) & (experts < w13.shape[0]))[:, :, None]
-    parts = jnp.where(valid, parts.reshape(*experts.shape, latent), 0.0)
-    return jnp.sum(parts * weights[:, :, None], axis=1)
+    return sum_choices(parts, experts, w13.shape[0]), health.reshape(())
 
 
-def _product(weight, scale, x):
-    """Codes [n, b] of one scale f32[n] a row, by x[R, b] -> f32[n, R].
-
-    Scaling the sums instead of the codes costs nothing: they are added up in any case.
-    """
-    if x.shape[1] < DOT_DEPTH:
-        wide = weight.astype(jnp.float32)[:, None, :] * x.astype(jnp.float32)[None, :, :]
-        return jnp.sum(wide, axis=2) * scale[:, None]
-    sums = lax.dot_general(
-        weight,
-        x,
-        (((1,), (1,)), ((), ())),
-        precision=lax.Precision.HIGHEST if x.dtype == jnp.float32 else None,
-        preferred_element_type=jnp.float32,
-    )
-    return sums * scale[:, None]
+def sum_choices(parts, experts, count):
+    """f32[W * J, Z] by pair -> f32[W, Z]; what no program wrote may hold anything."""
+    valid = ((experts >= 0) & (experts < count))[:, :, None]
+    return jnp.sum(jnp.where(valid, parts.reshape(*experts.shape, -1), 0.0), axis=1)
 
 
-def _load_scales(scale_ref, expert, feature, block, width):
-    """The scales of one block of 8 * `width` columns: a f32[n] for each group of 32."""
-    groups = WORD * width // GROUP
-    return [
-        scale_values(
-            launch.load(scale_ref.at[launch.mesh(expert, feature, block * groups + group)])
-        )
-        for group in range(groups)
-    ]
+def all_ids(experts_ref):
+    """The ids of all pairs i32[P], P a power of two, and which of them exist."""
+    rows, choices = experts_ref.shape
+    pairs = rows * choices
+    index = jnp.arange(pl.next_power_of_2(pairs), dtype=jnp.int32)
+    at = jnp.minimum(index, pairs - 1)
+    return launch.load(experts_ref.at[at // choices, at % choices]), index < pairs
 
 
-def _rows_of_expert(experts_ref, expert_count, body, slots):
-    """Run `body(expert, row i32[R], pair i32[R])` for the rows that chose this program's expert.
+def rows_of_expert(experts_ref, pair, expert_count, body, slots):
+    """Run `body(expert, row i32[R], pair i32[R])` for the rows that chose the expert of `pair`.
 
-    Only the first pair of an expert does; `pair` is W * J or more in unused places. Rows beyond
-    R come in further calls, which read the weights again.
+    Only the first pair of an expert does; `pair` is W * J in unused places. Rows beyond R come in
+    further calls, which read the weights again.
     """
     rows, choices = experts_ref.shape
-    pairs, pair = rows * choices, pl.program_id(0)
+    pairs = rows * choices
     expert = experts_ref[pair // choices, pair % choices]
-    row = jnp.arange(pl.next_power_of_2(rows), dtype=jnp.int32)
-    choice = jnp.arange(pl.next_power_of_2(choices), dtype=jnp.int32)
-    inside = (row < rows)[:, None] & (choice < choices)[None, :]
-    at = launch.mesh(jnp.minimum(row, rows - 1), jnp.minimum(choice, choices - 1))
-    same = inside & (launch.load(experts_ref.at[at]) == expert)
-    own = jnp.min(jnp.where(same, row[:, None] * choices + choice[None, :], pairs), axis=1)
+    ids, inside = all_ids(experts_ref)
+    same = inside & (ids == expert)
+    index = jnp.arange(ids.size, dtype=jnp.int32)
     slot = jnp.arange(slots, dtype=jnp.int32)
 
-    @pl.when((jnp.min(own) == pair) & (expert >= 0) & (expert < expert_count))
-    def _():
-        mine = (own < pairs).astype(jnp.int32)
-        rank = jnp.where(own < pairs, jnp.cumsum(mine) - 1, -1)
+    def after(last):
+        return jnp.min(jnp.where(same & (index > last), index, pairs))
 
-        def serve(chunk, carry):
-            hit = rank[None, :] == (chunk * slots + slot)[:, None]
-            taken = jnp.min(jnp.where(hit, own[None, :], pairs), axis=1)
-            body(expert, jnp.minimum(taken // choices, rows - 1), taken)
-            return carry
+    @pl.when((after(-1) == pair) & (expert >= 0) & (expert < expert_count))
+    def _():
+        count = jnp.sum(same.astype(jnp.int32))
+
+        def serve(chunk, last):
+            def fill(place, carry):
+                taken, last = carry
+                last = after(last)
+                return jnp.where(slot == place, last, taken), last
+
+            here = jnp.minimum(count - chunk * slots, slots)
+            taken = jnp.full((slots,), pairs, jnp.int32)
+            taken, last = lax.fori_loop(0, here, fill, (taken, last))
+            # Unused places read the first row too: an address more would be a load more.
+            body(expert, jnp.where(taken < pairs, taken, pair) // choices, taken)
+            return last
 
         if rows <= slots:
-            serve(0, 0)
+            serve(0, pair - 1)
         else:
-            lax.fori_loop(0, (jnp.sum(mine) + slots - 1) // slots, serve, 0)
+            lax.fori_loop(0, (count + slots - 1) // slots, serve, pair - 1)
 
 
-def _up_kernel(
+def _up_kernel(*refs, **static):
+    up_tile(*refs, pair=pl.program_id(0), tile=pl.program_id(1), **static)
+
+
+def _down_kernel(experts_ref, weights_ref, hidden_ref, w2_ref, *refs, **static):
+    *others, health_ref = refs
+    pair, tile = pl.program_id(0), pl.program_id(1)
+
+    @pl.when((pair == 0) & (tile == 0))
+    def _():
+        ids, inside = all_ids(experts_ref)
+        bad = inside & ((ids < -1) | (ids >= w2_ref.shape[0]))
+        health_ref[0] = jnp.max(jnp.where(bad, BIT_EXPERT, 0)).astype(jnp.uint32)
+
+    down_tile(experts_ref, weights_ref, hidden_ref, w2_ref, *others, pair=pair, tile=tile, **static)
+
+
+def up_tile(
     experts_ref,  # i32[W, J]
     z_ref,  # [W, Z]
     w13_ref,  # u32[E, 2I, Z/8]
-    scale_ref,  # u8[E, 2I, Z/32]
+    scale_ref,  # joined u8[E, 2I, Z/32]
     hidden_ref,  # out [W * J, I]
     *,
-    activation: Activation,
-    decoder,
-    tiles: MoeTiles,
+    pair,
+    **static,
 ):
-    expert_count, features, words_count = w13_ref.shape
-    inner, pairs = features // 2, hidden_ref.shape[0]
-    feature = pl.program_id(1) * tiles.inner + jnp.arange(tiles.inner, dtype=jnp.int32)
-    width = block_words(words_count)
-    word = jnp.arange(width, dtype=jnp.int32)
-
-    def body(expert, row, pair):
-        def step(block, carry):
-            gate, up = carry
-            at = block * width + word
-            gate_words = launch.load(w13_ref.at[launch.mesh(expert, feature, at)])
-            up_words = launch.load(w13_ref.at[launch.mesh(expert, feature + inner, at)])
-            gate_scales = _load_scales(scale_ref, expert, feature, block, width)
-            up_scales = _load_scales(scale_ref, expert, feature + inner, block, width)
-            for nibble in range(WORD):
-                start = (block * WORD + nibble) * width
-                x = launch.load(z_ref.at[launch.mesh(row, start + word)])
-                group = nibble * width // GROUP
-                gate += _product(decoder(gate_words, nibble, x.dtype), gate_scales[group], x)
-                up += _product(decoder(up_words, nibble, x.dtype), up_scales[group], x)
-            return gate, up
-
-        zeros = jnp.zeros((tiles.inner, tiles.rows), jnp.float32)
-        gate, up = lax.fori_loop(0, words_count // width, step, (zeros, zeros))
-        hidden = gated(activation, gate, up).astype(hidden_ref.dtype)
-        at = (
-            jnp.broadcast_to(pair[None, :], hidden.shape),
-            jnp.broadcast_to(feature[:, None], hidden.shape),
-        )
-        launch.store(hidden_ref.at[at], hidden, mask=(pair < pairs)[None, :])
-
-    _rows_of_expert(experts_ref, expert_count, body, tiles.rows)
+    """Inner features of one tile for the rows of `pair`'s expert, if it is its first pair."""
+    body = functools.partial(up_rows, z_ref, w13_ref, scale_ref, hidden_ref, **static)
+    tiles = static["tiles"]
+    rows_of_expert(experts_ref, pair, w13_ref.shape[0], body, tiles.rows // tiles.splits)
 
 
-def _down_kernel(
+def down_tile(
     experts_ref,  # i32[W, J]
+    weights_ref,  # f32[W, J]
     hidden_ref,  # [W * J, I]
     w2_ref,  # u32[E, Z, I/8]
-    scale_ref,  # u8[E, Z, I/32]
+    scale_ref,  # joined u8[E, Z, I/32]
     out_ref,  # out f32[W * J, Z]
     *,
-    decoder,
+    pair,
+    **static,
+):
+    """Output columns of one tile for the rows of `pair`'s expert, if it is its first pair."""
+    body = functools.partial(
+        down_rows, weights_ref, hidden_ref, w2_ref, scale_ref, out_ref, **static
+    )
+    rows_of_expert(experts_ref, pair, w2_ref.shape[0], body, static["tiles"].rows)
+
+
+def up_rows(
+    z_ref,
+    w13_ref,
+    scale_ref,
+    hidden_ref,
+    expert,  # i32[]
+    row,  # i32[R]
+    pair,  # i32[R], W * J in unused places
+    *,
+    tile,
+    activation: Activation,
+    decoder: Decoder,
     tiles: MoeTiles,
 ):
-    expert_count, _, words_count = w2_ref.shape
-    pairs = out_ref.shape[0]
-    column = pl.program_id(1) * tiles.columns + jnp.arange(tiles.columns, dtype=jnp.int32)
-    width = block_words(words_count)
-    word = jnp.arange(width, dtype=jnp.int32)
+    """Inner features of tile `tile` of one expert for some rows, stored by pair."""
+    pairs, inner = hidden_ref.shape
+    blocks, groups = blocks_of(w13_ref)
+    # Rows of a matrix instruction: gate above, up below, each `part` features in `splits` pieces of
+    # the depth; its columns: the rows' same pieces. What counts is the sums of piece by same piece.
+    splits, most = tiles.splits, row.size
+    part, rounds = HALF_TILE // splits, blocks // splits
+    lane = jnp.arange(2 * splits * tiles.inner, dtype=jnp.int32)
+    half = lax.rem(lane, jnp.int32(HALF_TILE))
+    piece = lax.div(half, jnp.int32(part))
+    feature = tile * tiles.inner + (lane >> 4) * part + lax.rem(half, jnp.int32(part))
+    source = feature + (lane >> 3 & 1) * inner
+    spread = lax.broadcast_in_dim(row, (splits, most), (1,)).reshape(splits * most)
+    column = jnp.arange(splits * most, dtype=jnp.int32)
+    column_piece = lax.div(column, jnp.int32(most))
 
-    def body(expert, row, pair):
-        del row
-        at = jnp.minimum(pair, pairs - 1)
-        mine = (pair < pairs)[:, None]
+    def load(block):
+        return load_words(w13_ref, scale_ref, expert, source, block + piece * rounds, groups)
 
-        def step(block, out):
-            words = launch.load(w2_ref.at[launch.mesh(expert, column, block * width + word)])
-            scales = _load_scales(scale_ref, expert, column, block, width)
-            for nibble in range(WORD):
-                start = (block * WORD + nibble) * width
-                place = launch.mesh(at, start + word)
-                x = launch.load(hidden_ref.at[place], mask=mine, other=0.0)
-                group = nibble * width // GROUP
-                out += _product(decoder(words, nibble, x.dtype), scales[group], x)
-            return out
+    def add(block, loaded, total):
+        at = block + column_piece * rounds
+        operands = load_operands(decoder, z_ref, spread, at, groups)
+        words, scales = loaded
+        return multiply(decoder, words, scales, operands, total)
 
-        out = jnp.zeros((tiles.columns, tiles.rows), jnp.float32)
-        blocks = words_count // width
-        if blocks <= UNROLLED:
-            for block in range(blocks):
-                out = step(block, out)
-        else:
-            out = lax.fori_loop(0, blocks, step, out)
+    sums = jnp.zeros((lane.size, column.size), jnp.float32)
+    sums = raised(decoder, run_ring(load, add, rounds, sums, tiles.inner_depth))
+    if splits > 1:
+        sums = jnp.where(piece[:, None] == column_piece[None, :], sums, 0.0)
+        sums = jnp.sum(sums.reshape(lane.size, splits, most), axis=1)
+        sums = jnp.sum(sums.reshape(lane.size // HALF_TILE, splits, part, most), axis=1)
+    halves = sums.reshape(tiles.inner // part, 2, part, most)
+    gate, up = (half.reshape(tiles.inner, most) for half in lax.split(halves, [1, 1], axis=1))
+    hidden = gated(activation, gate, up).astype(hidden_ref.dtype)
+    place = tile * tiles.inner + jnp.arange(tiles.inner, dtype=jnp.int32)
+    if decoder.ready:
+        hidden = lift(decoder, hidden)
+    at = (
+        jnp.broadcast_to(pair[None, :], hidden.shape),
+        jnp.broadcast_to(place[:, None], hidden.shape),
+    )
+    launch.store(hidden_ref.at[at], hidden, mask=(pair < pairs)[None, :])
+
+
+def down_rows(
+    weights_ref,
+    hidden_ref,
+    w2_ref,
+    scale_ref,
+    out_ref,
+    expert,  # i32[]
+    row,  # i32[R]
+    pair,  # i32[R], W * J in unused places
+    *,
+    tile,
+    decoder: Decoder,
+    tiles: MoeTiles,
+):
+    """Output columns of tile `tile` of one expert for some rows, weighted and stored by pair."""
+    pairs, choices = out_ref.shape[0], weights_ref.shape[1]
+    blocks, groups = blocks_of(w2_ref)
+    inside = pair < pairs
+    at = jnp.where(inside, pair, 0)
+    weight = launch.load(weights_ref.at[row, at % choices])
+    zeros = jnp.zeros((tiles.column_step, row.size), jnp.float32)
+    factor = raised(decoder, zeros + weight[None, :])
+
+    def column(step):
+        first = tile * tiles.columns + step * tiles.column_step
+        return first + jnp.arange(tiles.column_step, dtype=jnp.int32)
+
+    def load(step, block):
+        return load_words(w2_ref, scale_ref, expert, column(step), block, groups)
+
+    def operands(block):
+        return load_operands(decoder, hidden_ref, at, block, groups, mask=inside)
+
+    def finish(step, sums):
+        out = sums * factor
         place = (
             jnp.broadcast_to(pair[None, :], out.shape),
-            jnp.broadcast_to(column[:, None], out.shape),
+            jnp.broadcast_to(column(step)[:, None], out.shape),
         )
-        launch.store(out_ref.at[place], out, mask=(pair < pairs)[None, :])
+        launch.store(out_ref.at[place], out, mask=inside[None, :])
 
-    _rows_of_expert(experts_ref, expert_count, body, tiles.rows)
+    steps = tiles.columns // tiles.column_step
+
+    if blocks * groups * row.size <= HELD and hidden_ref.dtype == jnp.bfloat16:
+        held = [operands(block) for block in range(blocks)]
+
+        def use(step, loaded, carry):
+            total = zeros
+            for (words, scales), right in zip(loaded, held, strict=True):
+                total = multiply(decoder, words, scales, right, total)
+            finish(step, total)
+            return carry
+
+        run_ahead(lambda step: [load(step, block) for block in range(blocks)], use, steps, 0)
+        return
+
+    def add(block, loaded, total):
+        words, scales = loaded
+        return multiply(decoder, words, scales, operands(block), total)
+
+    def whole(step, carry):
+        finish(step, run_ring(lambda block: load(step, block), add, blocks, zeros, DEPTH))
+        return carry
+
+    lax.fori_loop(0, steps, whole, 0)

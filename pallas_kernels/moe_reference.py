@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.activation import Activation, gated
 from pallas_kernels.linear_reference import dot_f32
+from pallas_kernels.moe_groups import group_pairs
 from pallas_kernels.moe_types import DenseBank, Mxfp4Bank
 from pallas_kernels.mxfp4 import dequantize
 
@@ -16,16 +19,17 @@ WIDEST_TILE = 64  # rows of one expert worked on at once
 
 
 def route_reference(
-    x: jax.Array,
-    weight: jax.Array,
-    bias: jax.Array,
-    *,
-    top_k: int,
-    scaling: float,
-    renormalize: bool,
+    x: jax.Array, weight: jax.Array, bias: jax.Array, **options: Any
 ) -> tuple[jax.Array, jax.Array]:
     """See `pallas_kernels.route`."""
-    scores = jax.nn.sigmoid(dot_f32(x, weight))
+    return choose_reference(dot_f32(x, weight), bias, **options)
+
+
+def choose_reference(
+    logits: jax.Array, bias: jax.Array, *, top_k: int, scaling: float, renormalize: bool
+) -> tuple[jax.Array, jax.Array]:
+    """See `pallas_kernels.choose`."""
+    scores = jax.nn.sigmoid(logits)
     biased = scores + bias[None]
     # NaN sorts last. A negative zero would sort below a zero, though they tie.
     ranked = jnp.where(jnp.isnan(biased), -jnp.inf, jnp.where(biased == 0, 0.0, biased))
@@ -48,27 +52,19 @@ def moe_reference(
     count = bank.w13.shape[0]
     rows, choices = experts.shape
     tile = _tile(rows, choices, count)
-    # Sort the (row, choice) pairs by expert, skipped ones last, and cut each run into tiles.
-    ids = jnp.where((experts >= 0) & (experts < count), experts, count).reshape(-1)
-    order = jnp.argsort(ids, stable=True).astype(jnp.int32)
-    loads = jnp.zeros(count + 1, jnp.int32).at[ids].add(1)[:count]
-    ends = jnp.cumsum(loads)
-    tiles = (loads + tile - 1) // tile
-    tile_ends = jnp.cumsum(tiles)
+    groups = group_pairs(experts, count, tile)
 
     def body(index, out):
-        expert = jnp.sum(tile_ends <= index, dtype=jnp.int32)
-        first = ends[expert] - loads[expert]
-        first += (index - tile_ends[expert] + tiles[expert]) * tile
-        at = first + jnp.arange(tile, dtype=jnp.int32)
-        valid = at < ends[expert]
-        pair = order[jnp.where(valid, at, 0)]
+        expert = groups.expert[index]
+        at = groups.first[index] + jnp.arange(tile, dtype=jnp.int32)
+        valid = at < groups.end[index]
+        pair = groups.order[jnp.where(valid, at, 0)]
         row = jnp.where(valid, pair // choices, rows)
         tile_z = z.at[row].get(mode="fill", fill_value=0)
         y = _expert(tile_z, bank, expert, activation) * weights.reshape(-1)[pair][:, None]
         return out.at[row].add(y, mode="drop")
 
-    return lax.fori_loop(0, tile_ends[-1], body, jnp.zeros(z.shape, jnp.float32))
+    return lax.fori_loop(0, groups.used, body, jnp.zeros(z.shape, jnp.float32))
 
 
 def _tile(rows: int, choices: int, experts: int) -> int:

@@ -1,10 +1,13 @@
 """MXFP4: 4-bit floats (E2M1) with one power-of-two scale (E8M0) per 32 consecutive columns.
 
-In files two columns share a byte, the even one in the low nibble. On the device eight columns
-share a 32-bit word, and not eight neighbors: in a block of 8 b columns, b a power of two up to 32,
-word j holds columns j, b + j, .. 7b + j, the first in its lowest nibble. So nibble p of b
-neighboring words is b neighboring columns of one scale: a kernel decodes and multiplies them as
-they stand.
+In files two columns share a byte, the even one in the low nibble. On the device eight neighboring
+columns share a 32-bit word, the first in its lowest nibble, four words make a group, and up to four
+groups a block: word t * G + g of a block of G groups holds the columns 8 t to 8 t + 7 of its group
+g. So the G neighboring words of one t are what one lane of a warp multiplies (see mxfp4_pallas.py).
+The same block of eight rows lies together, row by row, before the eight rows' next block: one load
+of a warp reads whole lines of memory.
+On NVIDIA's GPUs the bits of a word are spread as PLACES says, so that few operations decode it.
+Words are packed and read on the same platform; checkpoints hold the bytes of files.
 Codes 0..7 are 0, .5, 1, 1.5, 2, 3, 4, 6 and bit 3 is the sign; a value is code * 2^(scale - 127).
 Scale 255 is NaN by the specification (OCP Microscaling Formats 1.0); the loader refuses it.
 """
@@ -20,39 +23,94 @@ from jax import lax
 
 GROUP = 32  # columns per scale
 WORD = 8  # columns per 32-bit word
+LANES = GROUP // WORD  # words of a group
+ROWS = 8  # whose blocks lie together: what one load of a warp takes
+_SHIFTS = np.arange(0, 4 * WORD, 4, dtype=np.uint32)  # place of each column in a word
+# Where the bits of a word's codes lie on NVIDIA's GPUs, column by column, the sign last. KEPT are
+# the sign and magnitude of a pair of bfloat16. The first two columns lie there as they are, the
+# next two after a shift up by 3, the third two after a rotation down by TURN; what the rotation
+# puts in the places of GATHERED is the last two, and a multiplication by GATHER takes it there.
+PLACES = (
+    (6, 7, 8, 15), (22, 23, 24, 31), (3, 4, 5, 12), (19, 20, 21, 28),
+    (16, 17, 18, 25), (0, 1, 2, 9), (14, 10, 11, 13), (30, 26, 27, 29),
+)  # fmt: skip
+KEPT = 0x81C081C0
+TURN = 10
+GATHERED = 0x001B001B
+GATHER = 1 << 2 | 1 << 7 | 1 << 12
 
 
-def block_words(words: int) -> int:
-    """Words of a block, b, in a row of `words`: the largest power of two up to 32 that fits."""
-    return math.gcd(words, GROUP)
+def block_groups(columns: int) -> int:
+    """Groups of a block in a row of `columns`: the largest power of two up to 4 that fits."""
+    return math.gcd(columns // GROUP, LANES)
 
 
 def pack_words(packed: jax.Array | np.ndarray) -> jax.Array:
     """Join the codes of a row into words: u8[..., K/2] -> u32[..., K/8]."""
     packed = jnp.asarray(packed)
-    lead, words = packed.shape[:-1], packed.shape[-1] * 2 // WORD
+    lead, columns = packed.shape[:-1], packed.shape[-1] * 2
     codes = jnp.stack([packed & 15, packed >> 4], axis=-1).astype(jnp.uint32)
-    codes = codes.reshape(*lead, -1, WORD, block_words(words))
-    return jnp.sum(codes << _shifts(codes.ndim), axis=-2).reshape(*lead, words)
+    codes = codes.reshape(*lead, -1, block_groups(columns), LANES, WORD)
+    shifts = jnp.asarray(_SHIFTS).reshape(*[1] * (codes.ndim - 1), WORD)
+    words = jnp.sum(codes << shifts, axis=-1, dtype=jnp.uint32)
+    words = jnp.swapaxes(words, -1, -2).reshape(*lead, columns // WORD)
+    return lax.platform_dependent(_by_block(words, inverse=False), cuda=spread, default=_same)
 
 
-def unpack_words(words: jax.Array | np.ndarray) -> jax.Array:
-    """Undo `pack_words`: u32[..., K/8] -> u8[..., K/2]."""
-    codes = _codes(jnp.asarray(words)).astype(jnp.uint8)
-    codes = codes.reshape(*codes.shape[:-1], -1, 2)
-    return codes[..., 0] | (codes[..., 1] << 4)
+def spread(words: jax.Array) -> jax.Array:
+    """Words of codes one after the other, u32[...], as NVIDIA's GPUs want them."""
+    return _move_bits(words, inverse=False)
 
 
-def _shifts(rank: int) -> jax.Array:
-    """Place of each nibble of a word, along the last axis but one."""
-    return jnp.arange(0, 4 * WORD, 4, dtype=jnp.uint32).reshape(*[1] * (rank - 2), WORD, 1)
+def gather(words: jax.Array) -> jax.Array:
+    """Undo `spread`."""
+    return _move_bits(words, inverse=True)
+
+
+def in_order(words: jax.Array) -> jax.Array:
+    """Words as `pack_words` gives them on this platform, their codes one after the other."""
+    return lax.platform_dependent(words, cuda=gather, default=_same)
+
+
+def _same(words: jax.Array) -> jax.Array:
+    return words
+
+
+def _move_bits(words: jax.Array, *, inverse: bool) -> jax.Array:
+    """Take bit 4 c + b of each word to PLACES[c][b], or back: all that move alike at once."""
+    moved: dict[int, int] = {}
+    for column, places in enumerate(PLACES):
+        for bit, place in enumerate(places):
+            source = 4 * column + bit
+            distance = source - place if inverse else place - source
+            moved[distance] = moved.get(distance, 0) | 1 << (place if inverse else source)
+    out = jnp.zeros_like(words)
+    for distance, mask in moved.items():
+        part = words & jnp.uint32(mask)
+        out |= part << distance if distance >= 0 else part >> -distance
+    return out
+
+
+def _by_block(words: jax.Array, *, inverse: bool) -> jax.Array:
+    """Put the blocks of eight rows one after the other, or back: u32[..., N, K/8]."""
+    if words.ndim < 2:
+        return words
+    rows, width = words.shape[-2:]
+    together = math.gcd(rows, ROWS)
+    block = LANES * block_groups(width * WORD)
+    tiles = (rows // together, together, width // block, block)
+    if inverse:
+        tiles = (tiles[0], tiles[2], tiles[1], tiles[3])
+    return jnp.swapaxes(words.reshape(*words.shape[:-2], *tiles), -2, -3).reshape(words.shape)
 
 
 def _codes(words: jax.Array) -> jax.Array:
-    """u32[..., K/8] -> codes u32[..., K]."""
-    block = block_words(words.shape[-1])
-    blocks = words.reshape(*words.shape[:-1], -1, 1, block)
-    return ((blocks >> _shifts(blocks.ndim)) & 15).reshape(*words.shape[:-1], -1)
+    """Undo `pack_words`: u32[..., K/8] -> codes u32[..., K]."""
+    words = _by_block(in_order(words), inverse=True)
+    lead, columns = words.shape[:-1], words.shape[-1] * WORD
+    words = words.reshape(*lead, -1, LANES, block_groups(columns), 1)
+    codes = words >> jnp.asarray(_SHIFTS).reshape(*[1] * (words.ndim - 1), WORD) & 15
+    return jnp.swapaxes(codes, -2, -3).reshape(*lead, columns)
 
 
 def dequantize(

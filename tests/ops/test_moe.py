@@ -7,10 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import MOST_ROWS, Mxfp4Bank, moe, route
+from pallas_kernels import BIT_EXPERT, Mxfp4Bank, moe, route
 from pallas_kernels.case_inputs import bind, inputs, options
-from pallas_kernels.cases import select
-from pallas_kernels.mxfp4 import unpack_words
+from pallas_kernels.cases import Case, select
+from pallas_kernels.moe_mxfp4_pallas import MoeTiles, moe_mxfp4_pallas
+from pallas_kernels.mxfp4 import dequantize
 
 from . import oracles
 from .oracles import DTYPES, assert_close, assert_same_bits, made, tiny, wide
@@ -22,14 +23,18 @@ def bank_float64(bank):
     if not isinstance(bank, Mxfp4Bank):
         return wide(bank.w13), wide(bank.w2)
     pairs = ((bank.w13, bank.w13_scale), (bank.w2, bank.w2_scale))
-    return tuple(oracles.mxfp4(wide(unpack_words(words)), wide(scale)) for words, scale in pairs)
+    return tuple(wide(dequantize(words, scales)) for words, scales in pairs)
 
 
 @pytest.fixture(scope="module")
 def compiled():
     """A small MXFP4 case, compiled once for the tests below: (op, arrays, options)."""
     case = select("moe_mxfp4", "tiny", "decode")[0]
-    return {impl: jax.jit(bind(case, impl)) for impl in IMPLS}, made(case, jnp.float32)
+
+    def result(impl):
+        return jax.jit(lambda arrays: bind(case, impl)(arrays)[0])
+
+    return {impl: result(impl) for impl in IMPLS}, made(case, jnp.float32)
 
 
 @pytest.mark.parametrize("impl", IMPLS)
@@ -92,13 +97,15 @@ class TestRoute:
         pytest.param(case, impl, id=f"{case}-{impl}")
         for case in (*select("moe_mxfp4", "tiny"), *select("moe", "tiny"))
         for impl in IMPLS
-        if impl == "reference" or (case.op == "moe_mxfp4" and case.dims["W"] <= MOST_ROWS)
+        if impl == "reference" or case.op == "moe_mxfp4"
     ],
 )
 def test_matches_float64(case, dtype, impl):
     arrays = made(case, dtype)
-    actual = jax.jit(bind(case, impl))(arrays)
+    actual, health = jax.jit(bind(case, impl))(arrays)
     assert actual.dtype == jnp.float32
+    assert health.dtype == jnp.uint32
+    assert health == 0
     rows = [wide(arrays[name]) for name in ("z", "experts", "weights")]
     expected = oracles.moe(*rows, *bank_float64(arrays["bank"]), **options(case))
     assert_close(actual, expected, dtype, case.dims["Z"] + case.dims["I"])
@@ -146,6 +153,21 @@ def test_ids_outside_the_bank_are_skipped(compiled, impl):
     np.testing.assert_allclose(skipped, weightless, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("rows", [2, 70])
+@pytest.mark.parametrize("impl", IMPLS)
+def test_ids_that_are_no_expert_set_a_bit(impl, rows):
+    case = select("moe_mxfp4", "tiny", "decode")[1]
+    arrays = made(case, jnp.float32)
+    repeated = ("z", "experts", "weights")
+    arrays = arrays | {name: jnp.tile(arrays[name], (rows, 1))[:rows] for name in repeated}
+    op = jax.jit(bind(case, impl))
+    count = arrays["bank"].w13.shape[0]
+    for wrong, bit in ((-1, 0), (count - 1, 0), (count, BIT_EXPERT), (-2, BIT_EXPERT)):
+        out, health = op({**arrays, "experts": arrays["experts"].at[rows - 1, 2].set(wrong)})
+        assert health == bit
+        assert np.isfinite(out).all()
+
+
 @pytest.mark.parametrize("impl", IMPLS)
 def test_the_last_expert_is_read_from_its_place(compiled, impl):
     ops, arrays = compiled
@@ -171,3 +193,42 @@ def test_a_dense_bank_has_the_reference_alone():
     arrays = made(select("moe", "tiny")[0], jnp.float32)
     with pytest.raises(NotImplementedError, match="moe has no implementation 'pallas'"):
         moe(**arrays, **options(select("moe", "tiny")[0]), impl="pallas")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [4, 100])
+@pytest.mark.parametrize("tp", [4, 2])
+def test_the_last_expert_of_a_large_bank_is_read_from_its_place(tp, rows):
+    """Its words lie beyond 2 or 4 GiB, where offsets of 32 bits would wrap; all others are NaN."""
+    case = next(c for c in select("moe_mxfp4", f"k3-tp{tp}") if c.dims["W"] == 16)
+    small = Case("moe_mxfp4", "one", frozenset(), {**case.dims, "W": rows, "E": 1, "J": 1})
+    arrays = made(small, jnp.bfloat16)
+    last = case.dims["E"] - 1
+
+    def spread(leaf):
+        empty = jnp.full((last, *leaf.shape[1:]), 255, leaf.dtype)
+        return jnp.concatenate([empty, leaf])
+
+    bank = jax.jit(partial(jax.tree.map, spread))(arrays["bank"])
+    experts = arrays["experts"] + last
+    actual, health = jax.jit(bind(case, "pallas"))({**arrays, "bank": bank, "experts": experts})
+    assert health == 0
+    assert_close(
+        actual,
+        np.asarray(jax.jit(bind(case, "reference"))(arrays)[0], np.float64),
+        jnp.bfloat16,
+        case.dims["Z"] + case.dims["I"],
+    )
+
+
+@pytest.mark.parametrize("splits", [2, 4])
+def test_the_depth_may_come_in_pieces(splits):
+    """Gate and up in pieces of the depth, and more rows than a program then serves at once."""
+    case = select("moe_mxfp4", "tiny", "decode")[0]
+    wide = Case(case.op, "deep", frozenset(), {**case.dims, "Z": 512, "E": 5})
+    arrays = made(wide, jnp.float32)
+    tiles = MoeTiles(16, 8 // splits, 1, 32, 16, splits=splits)
+    static = options(case) | {"interpret": True, "tiles": tiles}
+    actual, _ = jax.jit(partial(moe_mxfp4_pallas, **static))(**arrays)
+    expected, _ = jax.jit(bind(wide, "reference"))(arrays)
+    assert_close(actual, np.asarray(expected, np.float64), jnp.float32, 512)

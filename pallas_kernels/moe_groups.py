@@ -1,0 +1,45 @@
+"""The (row, choice) pairs of a batch sorted by expert and cut into tiles of one expert each."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.health import BIT_EXPERT
+
+
+class Groups(NamedTuple):
+    """Tiles of pairs; a pair is row * J + choice. Tiles from `used` on are empty, of expert E."""
+
+    order: jax.Array  # i32[W * J] the pairs by expert, skipped ones last
+    expert: jax.Array  # i32[M] of each tile
+    first: jax.Array  # i32[M] place in `order` of a tile's first pair
+    end: jax.Array  # i32[M] end in `order` of the pairs of its expert
+    used: jax.Array  # i32[]
+
+
+def group_pairs(experts: jax.Array, count: int, tile: int) -> Groups:
+    """Cut the pairs of each of `count` experts into tiles of `tile`; ids outside are skipped.
+
+    experts: i32[W, J].
+    """
+    ids = jnp.where((experts >= 0) & (experts < count), experts, count).reshape(-1)
+    order = jnp.argsort(ids, stable=True).astype(jnp.int32)
+    loads = jnp.zeros(count + 1, jnp.int32).at[ids].add(1)[:count]
+    ends = jnp.cumsum(loads)
+    tiles = (loads + tile - 1) // tile
+    tile_ends = jnp.cumsum(tiles)
+    most = ids.size // tile + min(count, ids.size)
+    index = jnp.arange(most, dtype=jnp.int32)
+    expert = jnp.searchsorted(tile_ends, index, side="right").astype(jnp.int32)
+    known = jnp.minimum(expert, count - 1)
+    first = ends[known] - loads[known] + (index - tile_ends[known] + tiles[known]) * tile
+    return Groups(order, expert, first, ends[known], tile_ends[-1])
+
+
+def experts_health(experts: jax.Array, count: int) -> jax.Array:
+    """u32[]: BIT_EXPERT if an id of i32[W, J] is neither one of `count` experts nor -1."""
+    bad = jnp.any((experts < -1) | (experts >= count))
+    return jnp.where(bad, jnp.uint32(BIT_EXPERT), jnp.uint32(0))
