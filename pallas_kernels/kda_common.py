@@ -1,6 +1,6 @@
 """The mathematics of Kimi Delta Attention (KDA) that decode and prefill share, in plain jnp.
 
-S <- diag(exp g_t) S;  S <- S + k_t (beta_t (v_t - S^T k_t))^T;  o_t = S^T q_t, all in float32.
+S <- S diag(exp g_t);  S <- S + beta_t (v_t - S k_t) k_t^T;  o_t = S q_t, all in float32, S [V, K].
 Source: Kimi Linear (arXiv 2510.26692); the bounded gate is Kimi-K3's.
 """
 
@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.health import BIT_SLOT
-from pallas_kernels.kda_types import KdaCache, KdaRows, KdaWeights
+from pallas_kernels.kda_types import TAPS, KdaCache, KdaRows, KdaWeights, most_rows
 from pallas_kernels.norm import l2_norm, rms_norm
 
 
@@ -32,15 +32,12 @@ class KdaInputs:
 def short_conv(rows: jax.Array, window: jax.Array, weight: jax.Array) -> jax.Array:
     """Apply SiLU to the causal depthwise convolution of [window, rows].
 
-    rows: [B, T, C]; window: [B, 3, C], the rows before them; weight: f32[C, 4].
+    rows: [B, T, C]; window: [B, 3, C], the rows before them; weight: f32[4, C].
     Returns f32[B, T, C].
     """
     length = rows.shape[1]
     extended = jnp.concatenate([window, rows], axis=1).astype(jnp.float32)
-    taps = [
-        extended[:, tap : tap + length] * weight[None, None, :, tap]
-        for tap in range(weight.shape[1])
-    ]
+    taps = [extended[:, tap : tap + length] * weight[None, None, tap] for tap in range(TAPS)]
     return jax.nn.silu(sum(taps[1:], taps[0]))
 
 
@@ -90,17 +87,32 @@ def recurrence_inputs(
 
 
 def delta_step(
-    state: jax.Array,  # f32[B, H, K, V]
+    state: jax.Array,  # f32[B, H, V, K]
     key: jax.Array,  # [B, H, K]
     value: jax.Array,  # [B, H, V]
     decay: jax.Array,  # f32[B, H, K]
     beta: jax.Array,  # f32[B, H]
+) -> tuple[jax.Array, jax.Array]:
+    """Advance the state by one row: (state, update f32[B, H, V]).
+
+    The update is taken against the decayed state; `replay_step` with it gives the same state.
+    """
+    decayed = state * jnp.exp(decay)[..., None, :]
+    wide = key.astype(jnp.float32)[..., None, :]
+    error = value.astype(jnp.float32) - jnp.sum(decayed * wide, axis=-1)
+    update = beta[..., None] * error
+    return decayed + wide * update[..., None], update
+
+
+def replay_step(
+    state: jax.Array,  # f32[B, H, V, K]
+    key: jax.Array,  # [B, H, K]
+    update: jax.Array,  # f32[B, H, V]
+    decay: jax.Array,  # f32[B, H, K]
 ) -> jax.Array:
-    """Advance the state by one row; the delta is taken against the decayed state."""
-    key = key.astype(jnp.float32)[..., None]
-    decayed = state * jnp.exp(decay)[..., None]
-    error = value.astype(jnp.float32) - jnp.sum(decayed * key, axis=-2)
-    return decayed + key * (beta[..., None] * error)[..., None, :]
+    """Advance the state by a row whose update is known."""
+    decayed = state * jnp.exp(decay)[..., None, :]
+    return decayed + key.astype(jnp.float32)[..., None, :] * update[..., None]
 
 
 def gated_output(
@@ -125,32 +137,72 @@ def resolve_slots(slots: jax.Array, size: int) -> tuple[jax.Array, jax.Array, ja
     return jnp.where(live, slots, 0), live, health
 
 
-def replay(cache: KdaCache, slots: jax.Array, accepted: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Read the slots' window and state and advance them by their accepted pending rows.
+def replay(
+    cache: KdaCache, slots: jax.Array, starts: jax.Array, accepted: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Read what rows from position starts[b] on continue: the window, and the state replayed.
 
-    slots: i32[B] in [0, S); accepted: i32[B], clamped to [0, Q]. Returns (conv [B, 3, C], state
-    f32[B, H, K, V]). Rows that were not accepted do not reach either, bit for bit.
+    slots: i32[B] in [0, S); accepted: i32[B], clamped to [0, most_rows]: the rows before starts
+    that the state lacks. Returns (window [B, 3, C], zero before position 0; state f32[B, H, V, K]).
+    Rows that were not accepted reach neither, bit for bit.
     """
-    pending = jax.tree.map(lambda leaf: leaf[slots], cache.pending)
-    count = jnp.clip(accepted, 0, pending.beta.shape[1])
-    extended = jnp.concatenate([cache.conv[slots], pending.conv], axis=1)
+    most = most_rows(cache)
+    count = jnp.clip(accepted, 0, most)
+    at = _ring_index(cache, starts - count, most)
+    pending = jax.tree.map(lambda leaf: leaf[slots[:, None], at], cache.pending)
 
     def advance(row, state):
-        key, value, decay, beta = (
+        key, update, decay = (
             lax.dynamic_index_in_dim(leaf, row, axis=1, keepdims=False)
-            for leaf in (pending.key, pending.value, pending.decay, pending.beta)
+            for leaf in (pending.key, pending.update, pending.decay)
         )
-        after = delta_step(state, key, value, decay, beta)
+        after = replay_step(state, key, update, decay)
         return jnp.where((row < count)[:, None, None, None], after, state)
 
     state = lax.fori_loop(0, jnp.max(count), advance, cache.state[slots])
-    return window_at(extended, count, cache.conv.shape[1]), state
+    return window_before(cache, slots, starts), state
 
 
-def window_at(extended: jax.Array, start: jax.Array, width: int) -> jax.Array:
-    """Take `width` consecutive rows of each request: [B, T, C], i32[B] -> [B, width, C]."""
-    index = start[:, None] + jnp.arange(width, dtype=start.dtype)[None]
-    return jnp.take_along_axis(extended, index[..., None], axis=1)
+def window_before(cache: KdaCache, slots: jax.Array, starts: jax.Array) -> jax.Array:
+    """The raw projections of the three rows before position starts[b]: [B, 3, C], zero before 0."""
+    past = TAPS - 1
+    window = cache.conv[slots[:, None], _ring_index(cache, starts - past, past)]
+    known = starts[:, None] + jnp.arange(-past, 0, dtype=starts.dtype)[None] >= 0
+    return jnp.where(known[..., None], window, jnp.zeros((), window.dtype))
+
+
+def store_rows(
+    cache: KdaCache,
+    pool: jax.Array,  # [S, R, ...] a ring of the cache
+    slots: jax.Array,  # i32[B]
+    starts: jax.Array,  # i32[B]
+    rows: jax.Array,  # [B, T, ...] at positions starts[b] and on
+) -> jax.Array:
+    """Put rows into a ring, in its dtype; T at most R."""
+    at = _ring_index(cache, starts, rows.shape[1])
+    return pool.at[slots[:, None], at].set(rows.astype(pool.dtype))
+
+
+def store_window(
+    cache: KdaCache,
+    slots: jax.Array,  # i32[B]
+    starts: jax.Array,  # i32[B]
+    lengths: jax.Array,  # i32[B]
+    rows: jax.Array,  # [B, T, C] raw projections at positions starts[b] and on
+) -> jax.Array:
+    """Put the last three of each request's lengths[b] rows into cache.conv, which it returns."""
+    past = TAPS - 1
+    last = lengths[:, None] + jnp.arange(-past, 0, dtype=lengths.dtype)[None]
+    taken = jnp.take_along_axis(rows, jnp.maximum(last, 0)[..., None], axis=1)
+    ring = cache.conv.shape[1]
+    at = jnp.where(last >= 0, (starts[:, None] + last) % ring, ring)
+    return cache.conv.at[slots[:, None], at].set(taken, mode="drop")
+
+
+def _ring_index(cache: KdaCache, first: jax.Array, count: int) -> jax.Array:
+    """Where the rows at positions first[b] and on lie: i32[B, count]."""
+    positions = first[:, None] + jnp.arange(count, dtype=first.dtype)[None]
+    return positions % cache.conv.shape[1]
 
 
 def nonfinite_requests(out: jax.Array, live: jax.Array) -> jax.Array:

@@ -1,57 +1,50 @@
-"""KDA decode as one Pallas kernel: a program owns a head of a request, from the convolution to the
-gated norm, and touches the state once.
+"""KDA decode in Pallas: a program owns a strip of values of a head of a request.
 
-The replayed rows and the new rows form one block. In the form "wy" everything but the products
-with the state is computed while the state is on its way, so the number of rows hardly changes the
-time; those products run on the matrix units, with float32 operands rounded to tf32 on NVIDIA. In
-float32 mode, and where the decay has no lower bound, the rows run one after another ("steps"); one
-replayed and one new row have a closed form of their own ("pair").
+It goes from the convolution to the gated norm and touches the state once. Lines of the state [V, K]
+are independent given keys, queries and gates; what a head's strips share in the cache is read at
+other ring rows than it is written, so programs need not wait for one another. The norm alone
+crosses strips: with it a program has the whole head.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, reduce
+from operator import or_
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-from jax import lax
-from jax.experimental import pallas as pl
 
 from pallas_kernels import launch
-from pallas_kernels.health import BIT_SLOT
-from pallas_kernels.kda_decode_pair_pallas import pair_kernel
-from pallas_kernels.kda_delta_pallas import Inputs, run_steps, run_wy
-from pallas_kernels.kda_rows_pallas import (
-    BIT_NONFINITE,
-    Block,
-    Convolution,
-    Gates,
-    l2_normalize,
-    locate,
-    moved_window,
-    read_raw,
-    report,
-)
+from pallas_kernels.kda_common import resolve_slots
+from pallas_kernels.kda_decode_block_pallas import BlockParts, apply_kernel, prepare_kernel
+from pallas_kernels.kda_decode_steps_pallas import steps_kernel
+from pallas_kernels.kda_math import Maths
 from pallas_kernels.kda_types import KdaCache, KdaRows, KdaWeights
+from pallas_kernels.norm import Unnormed
 
 NAME = "kda_decode"
-# The block's decay is referred to the last replayed row, so exponents reach lower_bound * rows of
-# one part; float32 holds exp(+-80) with room for the keys.
+# The block's decays are referred to its start, so exponents reach lower_bound * rows; float32
+# holds exp(+-80) with room for the keys.
 STRONGEST_SUM = 80.0
 DOT_ROWS = 16  # the fewest rows of a matrix product
+PREPARE_WARPS = 8
+# Without the norm, strips: as narrow as leaves no more programs than run at once.
+BLOCK_STRIPS, BLOCK_PROGRAMS = (32, 64), 264
+STEPS_STRIPS, STEPS_PROGRAMS = (16, 32), 264
+STRIP_LINES = 4  # lines of the state that a warp keeps, where few programs run
+HEAD_LINES = 8  # where many do, so that fewer warps make the same vectors
 
 
 @dataclass(frozen=True)
 class DecodeTiles:
-    """Static sizes of the kernel: powers of two that cover the rows and the head."""
+    """Static sizes of the kernel, powers of two; `strip` values make a program."""
 
-    form: Literal["wy", "steps", "pair"]
-    first_new: int  # row of the block at which the new rows start
-    rows: int  # rows of the block
+    form: Literal["steps", "block"]
+    half: int  # rows of the block, at least DOT_ROWS / 2
+    strip: int
     key: int
-    value: int
     warps: int
 
 
@@ -59,124 +52,128 @@ def _power_of_two(size: int) -> int:
     return 1 << (size - 1).bit_length()
 
 
+def _strip(value_dim: int, heads: int, choices: tuple[int, ...], programs: int) -> int:
+    fitting = [size for size in choices if heads * -(-value_dim // size) <= programs]
+    return min(_power_of_two(value_dim), (fitting or choices[-1:])[0])
+
+
 def decode_tiles(
-    new: int, pending: int, key_dim: int, value_dim: int, *, exact: bool, lower_bound: float | None
+    new: int,
+    dims: tuple[int, int],  # V, K
+    *,
+    heads: int,
+    exact: bool,
+    lower_bound: float | None,
+    norm: bool,
 ) -> DecodeTiles:
-    """Choose the form and the tile for `new` rows that follow up to `pending` replayed ones."""
-    first_new, new = _power_of_two(pending), _power_of_two(new)
-    rows = max(first_new, new) * 2
-    bounded = lower_bound is not None and -lower_bound * max(first_new, new) <= STRONGEST_SUM
-    form: Literal["wy", "steps", "pair"] = "wy" if bounded and not exact else "steps"
-    if rows == 2:
-        form = "pair"
-    return DecodeTiles(
-        form=form,
-        first_new=first_new,
-        rows=max(rows, DOT_ROWS) if form == "wy" else rows,
-        key=_power_of_two(key_dim),
-        value=_power_of_two(value_dim),
-        # 64 registers a thread hold the 128 x 128 state.
-        warps=max(1, min(8, _power_of_two(key_dim) * _power_of_two(value_dim) // 2048)),
-    )
+    """Choose the form and the tile for `new` rows of `heads` heads, those of all requests.
+
+    The norm needs the whole head in a program.
+    """
+    value_dim, key_dim = dims
+    half = max(_power_of_two(new), DOT_ROWS // 2)
+    bounded = lower_bound is not None and -lower_bound * half <= STRONGEST_SUM
+    key, strip = _power_of_two(key_dim), _power_of_two(value_dim)
+    if bounded and new > 1 and not exact:
+        if not norm:
+            strip = _strip(value_dim, heads, BLOCK_STRIPS, BLOCK_PROGRAMS)
+        return DecodeTiles("block", half, strip, key, max(1, min(8, key * strip // 512)))
+    if norm:
+        lines = HEAD_LINES
+    else:
+        strip = _strip(value_dim, heads, STEPS_STRIPS, STEPS_PROGRAMS)
+        lines = STRIP_LINES if strip <= STEPS_STRIPS[0] else HEAD_LINES
+    # A warp has no more values than a line has lanes.
+    return DecodeTiles("steps", half, strip, key, max(1, strip // lines, strip // key))
 
 
-def _kernel(
-    slots,  # i32[B]
-    accepted,  # i32[B]
-    rows,  # KdaRows
-    weights,  # KdaWeights
-    cache,  # KdaCache
-    out_ref,  # [B, T, H*V]
-    words,  # i32[B, H]
-    after,  # KdaCache, the same memory as `cache`
+def _in_place(operands: tuple, cache: KdaCache, results: int) -> dict[int, int]:
+    """Aliases of the cache, the last operand, with the results after the first `results`."""
+    leaves, pools = len(jax.tree.leaves(operands)), len(jax.tree.leaves(cache))
+    return {leaves - pools + pool: results + pool for pool in range(pools)}
+
+
+def _block(
+    operands: tuple,  # slots, starts, accepted, rows, weights
+    cache: KdaCache,
+    results: tuple,
     *,
     tiles: DecodeTiles,
     lower_bound: float | None,
-    norm_eps: float,
+    maths: Maths,
     interpret: bool,
-):
-    head, request = pl.program_id(0), pl.program_id(1)
-    size, heads, key_dim, value_dim = cache.state.shape
-    pending = cache.pending.beta.shape[1]
-    given, slot, replayed = locate(slots, accepted, size, pending)
-    block = Block(
-        request=request,
-        head=head,
-        slot=slot,
-        accepted=replayed,
-        row=lax.broadcasted_iota(jnp.int32, (tiles.rows, 1), 0),
-        first_new=tiles.first_new,
-        new=rows.qkv.shape[1],
+    **options: Any,
+) -> tuple[jax.Array, jax.Array, jax.Array, KdaCache]:
+    """The block's two launches."""
+    slots, starts, _, rows, weights = operands
+    heads, value_dim, key_dim = cache.state.shape[1:]
+    lead = (rows.qkv.shape[0], heads, 2 * tiles.half)
+    shape: Any = jax.ShapeDtypeStruct
+    parts = BlockParts(
+        left=shape((*lead, key_dim), jnp.float32),
+        offset=shape((*lead, value_dim), jnp.float32),
     )
-    lane = lax.broadcasted_iota(jnp.int32, (1, tiles.key), 1)
-    value_lane = lax.broadcasted_iota(jnp.int32, (1, tiles.value), 1)
-    valid, value_valid = lane < key_dim, value_lane < value_dim
-    key_row = lax.broadcasted_iota(jnp.int32, (tiles.key, 1), 0)
-    state_at = (slot, head, key_row, value_lane)
-    padded = (tiles.key, tiles.value) != (key_dim, value_dim)
-    state_valid = (key_row < key_dim) & value_valid if padded else None
-    columns = [
-        (head * key_dim + lane, valid),
-        (heads * key_dim + head * key_dim + lane, valid),
-        (2 * heads * key_dim + head * value_dim + value_lane, value_valid),
-    ]
-    mixed = [Convolution(block, rows, weights, *at) for at in columns]
-    gates = Gates(block, rows, weights, lane, value_lane, (key_dim, value_dim))
-    for convolution in mixed:
-        convolution.load_past(cache)
-    # Summed before the state arrives: the taps and the state together do not fit the registers.
-    query, key, value = (convolution.result() for convolution in mixed)
-    state = read_raw(cache.state, state_at, state_valid)
-    windows = [moved_window(block, cache, *at) for at in columns]
-    is_new, is_old = block.is_new, block.is_old
-    old_at = (slot, block.row, head)
-    old_key = read_raw(cache.pending.key, (*old_at, lane), is_old & valid)
-    old_value = read_raw(cache.pending.value, (*old_at, value_lane), is_old & value_valid)
-    old_decay = read_raw(cache.pending.decay, (*old_at, lane), is_old & valid)
-    old_beta = read_raw(cache.pending.beta, old_at, is_old)
-
-    dtype = rows.qkv.dtype
-    query = l2_normalize(query, axis=1) * key_dim**-0.5
-    key = l2_normalize(key, axis=1).astype(dtype)
-    value = value.astype(dtype)
-    decay, beta = gates.decay(lower_bound), gates.beta()
-    inputs = Inputs(
-        query=query,
-        key=jnp.where(is_new, key, old_key).astype(jnp.float32),
-        value=jnp.where(is_new, value, old_value).astype(jnp.float32),
-        decay=jnp.where(is_new & valid, decay, old_decay),
-        beta=jnp.where(is_new, beta, old_beta),
+    first = (slots, starts, rows, weights, cache)
+    parts, cache = launch.launch(
+        partial(
+            prepare_kernel,
+            half=tiles.half,
+            value_tile=_power_of_two(value_dim),
+            key_tile=tiles.key,
+            lower_bound=lower_bound,
+            maths=maths,
+        ),
+        *first,
+        name=f"{NAME}_prepare",
+        grid=(1, heads, lead[0]),
+        out_shape=(parts, results[-1]),
+        interpret=interpret,
+        num_warps=PREPARE_WARPS,
+        aliases=_in_place(first, cache, len(jax.tree.leaves(parts))),
+    )
+    given = (*operands, parts, cache)
+    return launch.launch(
+        partial(apply_kernel, strip=tiles.strip, key_tile=tiles.key, maths=maths, **options),
+        *given,
+        name=NAME,
+        grid=(results[2].shape[2], heads, lead[0]),
+        out_shape=results,
+        interpret=interpret,
+        num_warps=tiles.warps,
+        aliases=_in_place(given, cache, 3),
     )
 
-    if tiles.form == "wy":
-        out, new_state = run_wy(
-            inputs, state, block.row, tiles.first_new, max(tiles.first_new, block.new)
-        )
-    else:
-        counts = (pending, tiles.first_new, block.new)
-        out, new_state = run_steps(inputs, state, block.row, counts)
-    mean = jnp.sum(jnp.where(value_valid, out * out, 0.0), axis=1, keepdims=True) / value_dim
-    out *= lax.rsqrt(mean + norm_eps) * gates.scale()
-    broken = jnp.sum(jnp.where(is_new & value_valid, out * 0.0, 0.0)) != 0.0
 
-    if not interpret:
-        launch.barrier()  # the pools change in place: every thread has read before one writes
-    here, value_here = is_new & valid, is_new & value_valid
-    out = jnp.where(slot > 0, out, 0.0).astype(out_ref.dtype)
-    launch.store(out_ref.at[gates.gate_at], out, mask=value_here)
-    words[request, head] = report(given, size, broken)
-    launch.store(after.state.at[state_at], new_state, mask=state_valid)
-    for (column, at_valid), convolution, (window_at, kept, window) in zip(
-        columns, mixed, windows, strict=True
-    ):
-        launch.store(after.conv.at[window_at], window, mask=kept)
-        raw_at = (slot, block.fresh, column)
-        launch.store(after.pending.conv.at[raw_at], convolution.raw, mask=is_new & at_valid)
-    new_at = (slot, block.fresh, head)
-    launch.store(after.pending.key.at[*new_at, lane], key, mask=here)
-    launch.store(after.pending.value.at[*new_at, value_lane], value, mask=value_here)
-    launch.store(after.pending.decay.at[*new_at, lane], decay, mask=here)
-    launch.store(after.pending.beta.at[new_at], beta, mask=is_new)
+def _steps(
+    operands: tuple,  # slots, starts, accepted, rows, weights
+    cache: KdaCache,
+    results: tuple,
+    *,
+    tiles: DecodeTiles,
+    interpret: bool,
+    **options: Any,
+) -> tuple[jax.Array, jax.Array, jax.Array, KdaCache]:
+    """The one launch of the other form."""
+    batch, heads, strips = results[2].shape
+    kernel = partial(
+        steps_kernel,
+        warps=tiles.warps,
+        strip=tiles.strip,
+        key_tile=tiles.key,
+        interpret=interpret,
+        **options,
+    )
+    return launch.launch(
+        kernel,
+        *operands,
+        cache,
+        name=NAME,
+        grid=(strips, heads, batch),
+        out_shape=results,
+        interpret=interpret,
+        num_warps=tiles.warps,
+        aliases=_in_place((*operands, cache), cache, 3),
+    )
 
 
 def kda_decode_pallas(
@@ -184,52 +181,54 @@ def kda_decode_pallas(
     weights: KdaWeights,
     cache: KdaCache,
     slots: jax.Array,  # i32[B]
+    starts: jax.Array,  # i32[B]
     accepted: jax.Array,  # i32[B]
     *,
     lower_bound: float | None,
     norm_eps: float,
+    norm: bool,
     interpret: bool,
     tiles: DecodeTiles | None = None,
-) -> tuple[jax.Array, KdaCache, jax.Array, jax.Array]:
+) -> tuple[jax.Array | Unnormed, KdaCache, jax.Array, jax.Array]:
     """See `pallas_kernels.kda_decode`."""
     batch, new, _ = rows.qkv.shape
-    heads, key_dim, value_dim = cache.state.shape[1:]
+    heads, value_dim, key_dim = cache.state.shape[1:]
+    exact = rows.qkv.dtype == jnp.float32
+    slots, _, health = resolve_slots(slots, cache.state.shape[0])
     if tiles is None:
+        dims = (value_dim, key_dim)
         tiles = decode_tiles(
-            new,
-            cache.pending.beta.shape[1],
-            key_dim,
-            value_dim,
-            exact=rows.qkv.dtype == jnp.float32,
-            lower_bound=lower_bound,
+            new, dims, heads=batch * heads, exact=exact, lower_bound=lower_bound, norm=norm
         )
-    out_shape = (
-        jax.ShapeDtypeStruct(rows.gate.shape, rows.gate.dtype),
-        jax.ShapeDtypeStruct((batch, heads), jnp.int32),
-        jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), cache),
+    shape = jax.ShapeDtypeStruct
+    strips = -(-value_dim // tiles.strip)
+    results = (
+        shape(rows.gate.shape, rows.gate.dtype),
+        shape((batch, new, heads, strips), jnp.float32),
+        shape((batch, heads, strips), jnp.bool_),
+        jax.tree.map(lambda leaf: shape(leaf.shape, leaf.dtype), cache),
     )
-    operands = (slots, accepted, rows, weights, cache)
-    leaves = len(jax.tree.leaves(operands))
-    pools = len(jax.tree.leaves(cache))
     options: dict[str, Any] = {
+        "tiles": tiles,
         "lower_bound": lower_bound,
-        "norm_eps": norm_eps,
+        "norm_eps": norm_eps if norm else None,
         "interpret": interpret,
     }
-    if tiles.form == "pair":
-        kernel = partial(pair_kernel, tile=(tiles.key, tiles.value), **options)
-    else:
-        kernel = partial(_kernel, tiles=tiles, **options)
-    out, words, cache = launch.launch(
-        kernel,
-        *operands,
-        name=NAME,
-        grid=(heads, batch),
-        out_shape=out_shape,
+
+    def run(
+        *operands: Any, maths: Maths, lanes: int
+    ) -> tuple[jax.Array, jax.Array, jax.Array, KdaCache]:
+        given = (operands[:-1], operands[-1], results)
+        if tiles.form == "block":
+            return _block(*given, maths=maths, **options)
+        return _steps(*given, maths=maths, lanes=lanes, **options)
+
+    out, squares, broken, cache = launch.by_platform(
+        *(slots, starts, accepted, rows, weights, cache),
+        cuda=partial(run, maths=Maths(native=not exact), lanes=32),
+        portable=partial(run, maths=Maths(native=False), lanes=64),
         interpret=interpret,
-        num_warps=tiles.warps,
-        aliases={leaves - pools + pool: 2 + pool for pool in range(pools)},
     )
-    flags = jnp.any((words & BIT_NONFINITE) != 0, axis=1)
-    health = jnp.where(jnp.any((words & BIT_SLOT) != 0), BIT_SLOT, 0).astype(jnp.uint32)
-    return out, cache, flags, health
+    # Strip by strip: XLA fuses a reduction of a few heads with its neighbors, not of many strips.
+    flags = jnp.any(reduce(or_, [broken[:, :, strip] for strip in range(strips)]), axis=1)
+    return out if norm else Unnormed(out, squares), cache, flags, health

@@ -1,4 +1,7 @@
-"""KDA prefill: a chunk of a prompt per request, in the chunkwise (WY) form."""
+"""KDA prefill: a chunk of a prompt per request, in the chunkwise (WY) form.
+
+Source: Kimi Linear (arXiv 2510.26692); the form is written out in kda_prefill_reference.py.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +18,7 @@ def kda_prefill(
     weights: KdaWeights,
     cache: KdaCache,
     slots: jax.Array,  # i32[B]
+    starts: jax.Array,  # i32[B]
     accepted: jax.Array,  # i32[B]
     fresh: jax.Array,  # bool[B]
     *,
@@ -25,13 +29,14 @@ def kda_prefill(
 ) -> tuple[jax.Array, KdaCache, jax.Array, jax.Array]:
     """Commit each slot's accepted pending rows, then run and commit lengths[b] new rows.
 
-    A fresh request starts from a zero conv window and state whatever its slot held, and replays
-    nothing. Rows at lengths[b] and beyond are padding: they may hold NaN, and their outputs are
-    zero. Pending rows are left as they were: the caller sets the accepted counts to zero. Slots
-    as in `kda_decode`.
+    They stand at positions starts[b] and on. A fresh request starts at 0, from a zero conv window
+    and state whatever its slot held, and replays nothing. Rows at lengths[b] and beyond are
+    padding: they may hold NaN, and their outputs are zero. Pending rows are left as they were: the
+    caller sets the accepted counts to zero. Slots as in `kda_decode`.
 
-    Returns (out [B, T, H*V], cache, flags bool[B], health u32[]) as `kda_decode` does. Raises
-    NotImplementedError when the kernels are asked for float32 rows or an unbounded decay.
+    Returns (out [B, T, H*V], cache, flags bool[B], health u32[]) as `kda_decode` does. The kernels
+    take every decay. Raises NotImplementedError when they are asked for rows other than bfloat16
+    and float32, or for key or value widths that are no power of two from 16 on.
     """
     require_impl("kda_prefill", impl)
     if impl == "reference":
@@ -40,6 +45,7 @@ def kda_prefill(
             weights,
             cache,
             slots,
+            starts,
             accepted,
             fresh,
             lengths=lengths,
@@ -51,6 +57,7 @@ def kda_prefill(
         weights,
         cache,
         slots,
+        starts,
         accepted,
         fresh,
         lengths=lengths,

@@ -1,9 +1,9 @@
 """Plain-jnp KDA prefill.
 
 Within a chunk, with G_i the log decay summed over rows up to i and S_0 the state before it:
-u_i = beta_i (v_i - S_0^T (exp(G_i) k_i) - sum_{j<i} (k_i . exp(G_i - G_j) k_j) u_j),
-o_i = S_0^T (exp(G_i) q_i) + sum_{j<=i} (q_i . exp(G_i - G_j) k_j) u_j,
-S_C = diag(exp(G_C)) S_0 + sum_j (exp(G_C - G_j) k_j) u_j^T: a unit triangular solve for u and a few
+u_i = beta_i (v_i - S_0 (exp(G_i) k_i) - sum_{j<i} (k_i . exp(G_i - G_j) k_j) u_j),
+o_i = S_0 (exp(G_i) q_i) + sum_{j<=i} (q_i . exp(G_i - G_j) k_j) u_j,
+S_C = S_0 diag(exp(G_C)) + sum_j u_j (exp(G_C - G_j) k_j)^T: a unit triangular solve for u and a few
 small products. Only exponentials of sums that are never positive are formed.
 """
 
@@ -23,7 +23,7 @@ from pallas_kernels.kda_common import (
     recurrence_inputs,
     replay,
     resolve_slots,
-    window_at,
+    store_window,
 )
 from pallas_kernels.kda_types import KdaCache, KdaRows, KdaWeights
 
@@ -38,6 +38,7 @@ def kda_prefill_reference(
     weights: KdaWeights,
     cache: KdaCache,
     slots: jax.Array,
+    starts: jax.Array,
     accepted: jax.Array,
     fresh: jax.Array,
     *,
@@ -48,8 +49,7 @@ def kda_prefill_reference(
     """See `pallas_kernels.kda_prefill`."""
     slots, live, health = resolve_slots(slots, cache.state.shape[0])
     lengths = jnp.where(live, jnp.clip(lengths, 0, rows.qkv.shape[1]), 0)
-    conv, state = replay(cache, slots, jnp.where(live & ~fresh, accepted, 0))
-    conv = jnp.where(fresh[:, None, None], 0, conv)
+    window, state = replay(cache, slots, starts, jnp.where(live & ~fresh, accepted, 0))
     state = jnp.where(fresh[:, None, None, None], 0, state)
 
     def advance(carry, chunk):
@@ -60,10 +60,9 @@ def kda_prefill_reference(
         out = gated_output(out, chunk_rows.gate, weights.o_norm, norm_eps)
         return (state, chunk_rows.qkv[:, -window.shape[1] :]), out
 
-    state, out = _scan_chunks(advance, (state, conv), rows, lengths)
-    conv = window_at(jnp.concatenate([conv, rows.qkv], axis=1), lengths, conv.shape[1])
+    state, out = _scan_chunks(advance, (state, window), rows, lengths)
     cache = KdaCache(
-        conv=cache.conv.at[slots].set(conv),
+        conv=store_window(cache, slots, starts, lengths, rows.qkv),
         state=cache.state.at[slots].set(state),
         pending=cache.pending,
     )
@@ -106,7 +105,7 @@ def _silence(inputs: KdaInputs, valid: jax.Array) -> KdaInputs:
 
 
 def chunk_delta(state: jax.Array, inputs: KdaInputs) -> tuple[jax.Array, jax.Array]:
-    """Run a chunk of rows at once: state f32[B, H, K, V] -> (state, o f32[B, T, H, V])."""
+    """Run a chunk of rows at once: state f32[B, H, V, K] -> (state, o f32[B, T, H, V])."""
     query, key, value, beta = (
         jnp.moveaxis(leaf.astype(jnp.float32), 1, 2)
         for leaf in (inputs.query, inputs.key, inputs.value, inputs.beta)
@@ -117,15 +116,15 @@ def chunk_delta(state: jax.Array, inputs: KdaInputs) -> tuple[jax.Array, jax.Arr
         "bhtpk,bhtsk->bhpts", jnp.stack([key, query], axis=3), pairs * key[:, :, None]
     )
     key_products, query_products = products[:, :, 0], products[:, :, 1]
-    error = value - einsum("bhtk,bhkv->bhtv", from_start * key, state)
-    inverse = _unit_lower_inverse(beta[..., None] * key_products)
+    error = value - einsum("bhtk,bhvk->bhtv", from_start * key, state)
+    inverse = unit_lower_inverse(beta[..., None] * key_products)
     update = einsum("bhts,bhsv->bhtv", inverse, beta[..., None] * error)
     causal = np.tril(np.ones(query_products.shape[2:], bool))[None, None]
     query_products = jnp.where(causal, query_products, 0.0)
-    out = einsum("bhtk,bhkv->bhtv", from_start * query, state)
+    out = einsum("bhtk,bhvk->bhtv", from_start * query, state)
     out = out + einsum("bhts,bhsv->bhtv", query_products, update)
-    state = from_start[:, :, -1, :, None] * state
-    state = state + einsum("bhtk,bhtv->bhkv", to_end * key, update)
+    state = from_start[:, :, -1, None, :] * state
+    state = state + einsum("bhtk,bhtv->bhvk", to_end * key, update)
     return state, jnp.moveaxis(out, 2, 1)
 
 
@@ -143,7 +142,7 @@ def _pair_factors(decay: jax.Array) -> jax.Array:
     return jnp.exp(einsum("tsr,brhk->bhtsk", segments, decay))
 
 
-def _unit_lower_inverse(matrix: jax.Array) -> jax.Array:
+def unit_lower_inverse(matrix: jax.Array) -> jax.Array:
     """Invert I + the strictly lower part of f32[..., T, T], T a power of two.
 
     Diagonal blocks of twice the width are inverted from two inverses and the block below between
@@ -152,14 +151,18 @@ def _unit_lower_inverse(matrix: jax.Array) -> jax.Array:
     """
     length = matrix.shape[-1]
     row, column = np.ogrid[:length, :length]
-    inverse = jnp.broadcast_to(jnp.eye(length, dtype=matrix.dtype), matrix.shape)
-    width = 1
-    while width < length:
+    leading = tuple(range(matrix.ndim - 2))
+
+    def lower(width: int) -> jax.Array:
         below = (row // width == column // width + 1) & (row // width % 2 == 1)
-        lower = jnp.where(jnp.expand_dims(below, range(matrix.ndim - 2)), matrix, 0.0)
+        return jnp.where(jnp.expand_dims(below, leading), matrix, 0.0)
+
+    inverse = jnp.expand_dims(jnp.eye(length, dtype=matrix.dtype), leading) - lower(1)
+    width = 2
+    while width < length:
         inverse = inverse - jnp.matmul(
             inverse,
-            jnp.matmul(lower, inverse, precision=lax.Precision.HIGHEST),
+            jnp.matmul(lower(width), inverse, precision=lax.Precision.HIGHEST),
             precision=lax.Precision.HIGHEST,
         )
         width *= 2

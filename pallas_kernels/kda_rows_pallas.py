@@ -1,8 +1,10 @@
-"""Loads, convolution and gates of a block of KDA rows inside a Pallas kernel."""
+"""Where a program of the KDA decode kernel stands, and the parts that its forms share."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import reduce
+from operator import and_
 from typing import Any
 
 import jax
@@ -11,12 +13,11 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels import launch
-from pallas_kernels.health import BIT_SLOT
-from pallas_kernels.kda_types import KdaCache, KdaRows, KdaWeights
+from pallas_kernels.kda_math import Maths
+from pallas_kernels.kda_types import TAPS, KdaCache, KdaWeights, most_rows
 from pallas_kernels.norm import L2_EPS
 
-TAPS = 4
-BIT_NONFINITE = 1 << 16  # of the words the kernels return; no bit of the health word
+REPLAYED = 4  # pending rows whose loads are under way together
 
 
 def read(ref: Any, index: tuple, mask: jax.Array | None = None) -> jax.Array:
@@ -31,170 +32,165 @@ def read_raw(ref: Any, index: tuple, mask: jax.Array | None = None) -> jax.Array
     return launch.load(ref.at[index], mask=mask, other=jnp.zeros((), ref.dtype))
 
 
-def sigmoid(x: jax.Array) -> jax.Array:
-    return 1.0 / (1.0 + jnp.exp(-x))
+def silu(x: jax.Array, maths: Maths) -> jax.Array:
+    return x * maths.sigmoid(x)
 
 
-def l2_normalize(x: jax.Array, axis: int) -> jax.Array:
+def l2_normalize(x: jax.Array, axis: int, maths: Maths) -> jax.Array:
     """As norm.l2_norm, over `axis`."""
-    return x * lax.rsqrt(jnp.sum(x * x, axis=axis, keepdims=True) + L2_EPS)
+    return x * maths.rsqrt(jnp.sum(x * x, axis=axis, keepdims=True) + L2_EPS)
 
 
-def locate(slots, accepted, size: int, pending: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The program's slot, live or null, and how many rows it replays, from grid (heads, requests).
+def log_decay(
+    projection: jax.Array,
+    bias: jax.Array,
+    a_log: jax.Array,
+    lower_bound: float | None,
+    maths: Maths,
+) -> jax.Array:
+    """As kda_common.decay_gate, of one head."""
+    biased = projection.astype(jnp.float32) + bias
+    rate = jnp.exp(a_log.astype(jnp.float32))
+    if lower_bound is None:
+        return -rate * (jnp.maximum(biased, 0.0) + jnp.log1p(jnp.exp(-jnp.abs(biased))))
+    return lower_bound * maths.sigmoid(rate * biased)
 
-    Returns (slot number as given, slot, replayed rows): i32[] each.
-    """
-    request = pl.program_id(1)
-    given = slots[request]
-    live = (given > 0) & (given < size)
-    count = jnp.clip(accepted[request], 0, pending)
-    return given, jnp.where(live, given, 0), jnp.where(live, count, 0)
 
-
-def report(given: jax.Array, size: int, broken: jax.Array) -> jax.Array:
-    """The program's word: BIT_SLOT, and BIT_NONFINITE of a live request."""
-    live = (given > 0) & (given < size)
-    nonfinite = jnp.where(live & broken, BIT_NONFINITE, 0)
-    return nonfinite | jnp.where(given >= size, BIT_SLOT, 0)
+def masked(index: tuple, *masks: jax.Array | None) -> jax.Array | None:
+    """The masks that are given, together, in the shape that `index` spans."""
+    given = [mask for mask in masks if mask is not None]
+    if not given:
+        return None
+    shape = jnp.broadcast_shapes(*(jnp.shape(part) for part in index))
+    return jnp.broadcast_to(reduce(and_, given), shape)
 
 
 @dataclass(frozen=True)
-class Block:
-    """The rows of one program: replayed ones first, the new ones from `first_new` on."""
+class Place:
+    """One program: a strip of values of a head of a request.
+
+    The state is [V, K]: vectors over keys are lines [1, K], vectors over the strip's values are
+    columns [V, 1] where they meet it. Masks are None where nothing is padded.
+    """
 
     request: jax.Array  # i32[]
     head: jax.Array  # i32[]
-    slot: jax.Array  # i32[]
-    accepted: jax.Array  # i32[] rows to replay
-    row: jax.Array  # i32[R, 1] row of the block
-    first_new: int
-    new: int  # new rows of the request
+    slot: jax.Array  # i32[] 0 if there is no request
+    start: jax.Array  # i32[] position of the first new row
+    replayed: jax.Array  # i32[] rows before it that the state lacks
+    part: jax.Array  # i32[] number of the strip
+    strip: int
+    key_tile: int
+    dims: tuple[int, int, int]  # H, V, K
+    ring: int  # R
 
     @property
-    def fresh(self) -> jax.Array:
-        """Row among the new ones, negative for the replayed: i32[R, 1]."""
-        return self.row - self.first_new
+    def is_first(self) -> jax.Array:
+        """Whether this strip writes what a head's strips share: bool[]."""
+        return self.part == 0
+
+    def ring_row(self, offset: Any) -> Any:
+        """Where the row at start + offset lies in a ring."""
+        return (self.start + offset) & (self.ring - 1)
 
     @property
-    def is_new(self) -> jax.Array:
-        return (self.fresh >= 0) & (self.fresh < self.new)
+    def key(self) -> jax.Array:
+        """The head's key channels: i32[1, K]."""
+        return lax.broadcasted_iota(jnp.int32, (1, self.key_tile), 1)
 
     @property
-    def is_old(self) -> jax.Array:
-        return self.row < self.accepted
+    def key_valid(self) -> jax.Array | None:
+        return None if self.dims[2] == self.key_tile else self.key < self.dims[2]
+
+    @property
+    def query_column(self) -> jax.Array:
+        """Where the projection holds the head's queries: i32[1, K]."""
+        return self.head * self.dims[2] + self.key
+
+    @property
+    def key_column(self) -> jax.Array:
+        heads, _, key_dim = self.dims
+        return heads * key_dim + self.query_column
+
+    def value(self, axis: int) -> jax.Array:
+        """The strip's values along `axis` of two."""
+        shape = (self.strip, 1) if axis == 0 else (1, self.strip)
+        return self.part * self.strip + lax.broadcasted_iota(jnp.int32, shape, axis)
+
+    def value_valid(self, axis: int) -> jax.Array | None:
+        size = self.dims[1]
+        return None if size % self.strip == 0 else self.value(axis) < size
+
+    def value_column(self, axis: int) -> jax.Array:
+        heads, _, key_dim = self.dims
+        return 2 * heads * key_dim + self.out_column(axis)
+
+    def out_column(self, axis: int) -> jax.Array:
+        return self.head * self.dims[1] + self.value(axis)
+
+    @property
+    def state_at(self) -> tuple:
+        return self.slot, self.head, self.value(0), self.key
+
+    @property
+    def state_valid(self) -> jax.Array | None:
+        return masked(self.state_at, self.key_valid, self.value_valid(0))
 
 
-class Convolution:
-    """Short convolution of the new rows at some channels: all loads first, then the sums.
+def locate(
+    slots: Any, starts: Any, accepted: Any, cache: KdaCache, strip: int, key_tile: int
+) -> Place:
+    """The place of this program in the grid (strips, heads, requests)."""
+    part, head, request = (pl.program_id(axis) for axis in range(3))
+    _, heads, value_dim, key_dim = cache.state.shape
+    slot = slots[request]
+    replayed = jnp.int32(0)
+    if accepted is not None:
+        replayed = jnp.where(slot > 0, jnp.clip(accepted[request], 0, most_rows(cache)), 0)
+    return Place(
+        request=request,
+        head=head,
+        slot=slot,
+        start=starts[request],
+        replayed=replayed,
+        part=part,
+        strip=strip,
+        key_tile=key_tile,
+        dims=(heads, value_dim, key_dim),
+        ring=cache.conv.shape[1],
+    )
 
-    A load costs a trip to memory, and what is written between two loads may keep the second from
-    being under way with the first: kernels construct everything before they compute anything.
+
+def taps(weights: KdaWeights, column: jax.Array, mask: jax.Array | None) -> list[jax.Array]:
+    """The convolution's factors at some channels, oldest row first."""
+    return [read_raw(weights.conv, (tap, column), mask) for tap in range(TAPS)]
+
+
+def finish(
+    place: Place,
+    out: jax.Array,  # f32[R, X] before the norm
+    gate: jax.Array,  # f32[R, X]
+    scale: jax.Array,  # f32[1, X] or [R, X], o_norm
+    norm_eps: float | None,
+    axes: tuple[int, ...],
+    maths: Maths,
+) -> tuple[jax.Array, jax.Array]:
+    """rms(out) * scale * sigmoid(gate), and the sums of out's squares; zero in the null slot.
+
+    `axes` hold a row's values, zero where there is none. Without `norm_eps` the rows are not
+    divided by their root mean square.
     """
-
-    def __init__(
-        self,
-        block: Block,
-        rows: KdaRows,
-        weights: KdaWeights,
-        columns: jax.Array,  # i32[1, X]
-        valid: jax.Array,  # bool[1, X]
-    ):
-        self._block, self._columns, self._here = block, columns, block.is_new & valid
-        self._taps = [
-            read_raw(rows.qkv, (block.request, source, columns), self._here & (source >= 0))
-            for source in self._sources()
-        ]
-        self._weights = [read_raw(weights.conv, (columns, tap), valid) for tap in range(TAPS)]
-
-    def _sources(self) -> list[jax.Array]:
-        """Row among the new ones that each tap reads; the window lies before 0."""
-        return [self._block.fresh + (tap - TAPS + 1) for tap in range(TAPS)]
-
-    def load_past(self, cache: KdaCache) -> None:
-        """Load what depends on the slot: the window, moved by the replayed rows."""
-        block = self._block
-        self._past = []
-        for source in self._sources()[:-1]:
-            past = self._here & (source < 0)
-            late = source + block.accepted  # among the pending rows
-            moved = (block.slot, late, self._columns)
-            old = (block.slot, late + TAPS - 1, self._columns)
-            self._past.append(
-                (
-                    read_raw(cache.pending.conv, moved, past & (late >= 0)),
-                    read_raw(cache.conv, old, past & (late < 0)),
-                )
-            )
-
-    @property
-    def raw(self) -> jax.Array:
-        """The new rows as they came, zero elsewhere: [R, X]."""
-        return self._taps[-1]
-
-    def result(self) -> jax.Array:
-        """SiLU of the convolution, zero in other rows: f32[R, X]."""
-        wide = [tap.astype(jnp.float32) for tap in self._taps]
-        for tap, (moved, old) in enumerate(self._past):
-            wide[tap] += moved.astype(jnp.float32) + old.astype(jnp.float32)
-        total = sum(
-            (tap * weight for tap, weight in zip(wide[1:], self._weights[1:], strict=True)),
-            wide[0] * self._weights[0],
-        )
-        return total * sigmoid(total)
+    squares = out * out
+    for axis in axes:
+        squares = jnp.sum(squares, axis=axis, keepdims=True)
+    out = out * maths.sigmoid(gate) * scale
+    if norm_eps is not None:
+        out *= maths.rsqrt(squares * (1.0 / place.dims[1]) + norm_eps)
+    live = place.slot > 0
+    return jnp.where(live, out, 0.0), jnp.where(live, squares, 0.0)
 
 
-def moved_window(
-    block: Block, cache: KdaCache, columns: jax.Array, valid: jax.Array
-) -> tuple[tuple, jax.Array, jax.Array]:
-    """The window after the replay at `columns` i32[1, X].
-
-    Returns (index of the pool, mask bool[4, X], raw projections [4, X]).
-    """
-    row = lax.broadcasted_iota(jnp.int32, (TAPS, 1), 0)
-    kept = valid & (row < TAPS - 1)
-    source = row + block.accepted
-    late = source - (TAPS - 1)
-    old = read_raw(cache.conv, (block.slot, source, columns), kept & (late < 0))
-    moved = read_raw(cache.pending.conv, (block.slot, late, columns), kept & (late >= 0))
-    return (block.slot, row, columns), kept, jnp.where(late < 0, old, moved)
-
-
-class Gates:
-    """Decay, beta and output scale of the new rows: loads first, as Convolution."""
-
-    def __init__(
-        self,
-        block: Block,
-        rows: KdaRows,
-        weights: KdaWeights,
-        lane: jax.Array,  # i32[1, K]
-        value_lane: jax.Array,  # i32[1, V]
-        dims: tuple[int, int],  # K, V without padding
-    ):
-        key_dim, value_dim = dims
-        head, request, fresh = block.head, block.request, block.fresh
-        valid, value_valid = lane < key_dim, value_lane < value_dim
-        channel = head * key_dim + lane
-        self.gate_at = (request, fresh, head * value_dim + value_lane)
-        self._rate = weights.a_log[head]
-        self._decay = read_raw(rows.decay, (request, fresh, channel), block.is_new & valid)
-        self._bias = read_raw(weights.dt_bias, (channel,), valid)
-        self._beta = read_raw(rows.beta, (request, fresh, head), block.is_new)
-        self._gate = read_raw(rows.gate, self.gate_at, block.is_new & value_valid)
-        self._norm = read_raw(weights.o_norm, (value_lane,), value_valid)
-
-    def decay(self, lower_bound: float | None) -> jax.Array:
-        """Log decay, meaningless in rows that are not new: f32[R, K]."""
-        biased = self._decay.astype(jnp.float32) + self._bias
-        rate = jnp.exp(self._rate.astype(jnp.float32))
-        if lower_bound is None:
-            return -rate * (jnp.maximum(biased, 0.0) + jnp.log1p(jnp.exp(-jnp.abs(biased))))
-        return lower_bound * sigmoid(rate * biased)
-
-    def beta(self) -> jax.Array:
-        return sigmoid(self._beta.astype(jnp.float32))
-
-    def scale(self) -> jax.Array:
-        """What the normed output is multiplied with: f32[R, V]."""
-        return sigmoid(self._gate.astype(jnp.float32)) * self._norm
+def store(ref: Any, index: tuple, value: jax.Array, *masks: jax.Array | None) -> None:
+    """Store `value` in the ref's dtype where all masks hold."""
+    mask = masked(index, *masks)
+    launch.store(ref.at[index], value.astype(ref.dtype), mask=mask)

@@ -37,18 +37,19 @@ def test_matches_float64(case, dtype, impl):
     rows = case.dims["T"]
     for index, slot in enumerate(given["slots"]):
         request = jax.tree.map(lambda leaf, index=index: leaf[index], given["rows"])
-        window, state = oracles.kda_replay(given["cache"], slot, given["accepted"][index])
-        expected, _, _ = oracles.kda_tokens(request, window, state, given["weights"], bound, EPS)
+        start = given["starts"][index]
+        window, state = oracles.kda_replay(given["cache"], slot, start, given["accepted"][index])
+        expected, _, _, updates = oracles.kda_tokens(
+            request, window, state, given["weights"], bound, EPS
+        )
         assert_close(out[index], expected, dtype, terms)
         assert_close(cache.state[slot], state, jnp.float32, terms)
-        np.testing.assert_array_equal(new.conv[slot], window)
-        _, *inputs = oracles.kda_inputs(request, window, given["weights"], bound)
-        pending = new.pending
-        np.testing.assert_array_equal(pending.conv[slot, :rows], request.qkv)
-        stored = (pending.key, pending.value, pending.decay, pending.beta)
-        kinds = (dtype, dtype, jnp.float32, jnp.float32)
-        for leaf, values, kind in zip(stored, inputs, kinds, strict=True):
-            assert_close(leaf[slot, :rows], values, kind, 16)
+        _, key, _, decay, _ = oracles.kda_inputs(request, window, given["weights"], bound)
+        at = slot, (start + np.arange(rows)) % new.conv.shape[1]
+        np.testing.assert_array_equal(new.conv[at], request.qkv)
+        assert_close(new.pending.key[at], key, dtype, 16)
+        assert_close(new.pending.decay[at], decay, jnp.float32, 16)
+        assert_close(new.pending.update[at], updates, dtype, terms)
 
 
 @pytest.fixture(scope="module")
@@ -56,6 +57,18 @@ def small():
     """Three requests of four rows, compiled once: (ops by impl, arrays)."""
     case = select("kda_decode", "tiny")[0]
     return {impl: jax.jit(bind(case, impl)) for impl in IMPLS}, made(case, jnp.float32)
+
+
+def ring_rows_of(cache, slots, starts, first, last):
+    """Which ring rows hold positions starts + first .. starts + last - 1: bool[S, R]."""
+    rows = np.zeros(cache.conv.shape[:2], bool)
+    for slot, start in zip(np.asarray(slots), np.asarray(starts), strict=True):
+        rows[slot, np.arange(start + first, start + last) % rows.shape[1]] = True
+    return rows
+
+
+def expand(rows, leaf):
+    return rows.reshape(*rows.shape, *[1] * (leaf.ndim - 2))
 
 
 @pytest.mark.parametrize("impl", IMPLS)
@@ -69,31 +82,39 @@ class TestAccepted:
         ops, arrays = small
         _, cache, _, _ = ops[impl]({**arrays, "accepted": i32(0, 0, 0)})
         old = arrays["cache"]
-        assert_same_bits((cache.conv, cache.state), (old.conv, old.state))
+        assert_same_bits(cache.state, old.state)
 
     @pytest.mark.parametrize("count", [0, 1, 3])
     def test_a_rejected_suffix_never_reaches_the_state(self, small, impl, count):
         ops, arrays = small
         given = {**arrays, "accepted": i32(count, count, count)}
-        poisoned = jax.tree.map(
-            lambda leaf: leaf.at[arrays["slots"], count:].set(jnp.nan), arrays["cache"].pending
+        cache, slots, starts = (arrays[name] for name in ("cache", "slots", "starts"))
+        replayed = ring_rows_of(cache, slots, starts, -count, 0)
+        window = ring_rows_of(cache, slots, starts, -3, 0)
+        poisoned = dataclasses.replace(
+            cache,
+            conv=jnp.where(expand(window, cache.conv), cache.conv, jnp.nan),
+            pending=jax.tree.map(
+                lambda leaf: jnp.where(expand(replayed, leaf), leaf, jnp.nan), cache.pending
+            ),
         )
-        clean, stained = (
-            ops[impl]({**given, "cache": dataclasses.replace(arrays["cache"], pending=pending)})
-            for pending in (arrays["cache"].pending, poisoned)
-        )
-        assert_same_bits(stained, clean)
+        clean, stained = (ops[impl]({**given, "cache": held}) for held in (cache, poisoned))
+        assert_same_bits(stained[0], clean[0])
+        assert_same_bits(stained[1].state, clean[1].state)
 
-    def test_pending_rows_beyond_the_step_stay(self, impl):
+    def test_rows_beside_the_step_stay(self, impl):
         case = select("kda_decode", "tiny")[1]
         arrays = made(case, jnp.float32)
-        assert case.dims["T"] < case.dims["Q"]
+        old, starts, slots = arrays["cache"], arrays["starts"], arrays["slots"]
         _, cache, _, _ = jax.jit(bind(case, impl))(arrays)
-        later = [
-            jax.tree.map(lambda leaf: leaf[:, case.dims["T"] :], tree.pending)
-            for tree in (cache, arrays["cache"])
-        ]
-        assert_same_bits(*later)
+        written = ring_rows_of(old, slots, starts, 0, case.dims["T"])
+        for leaf, before in zip(
+            jax.tree.leaves((cache.conv, cache.pending)),
+            jax.tree.leaves((old.conv, old.pending)),
+            strict=True,
+        ):
+            kept = ~expand(written, leaf)
+            assert_same_bits(jnp.where(kept, leaf, 0), jnp.where(kept, before, 0))
 
 
 @pytest.mark.parametrize("impl", COSTLY)
@@ -106,11 +127,12 @@ def test_verifying_equals_decoding_one_by_one(impl, dtype):
     slots, weights, rows = arrays["slots"], arrays["weights"], arrays["rows"]
     op = jax.jit(partial(kda_decode, lower_bound=-5.0, norm_eps=EPS, impl=impl))
     commit = jax.jit(kda_commit)
-    start = commit(arrays["cache"], slots, arrays["accepted"])
-    verified, cache, _, _ = op(rows, weights, start, slots, i32(0, 0, 0))
+    begin = arrays["starts"]
+    start = commit(arrays["cache"], slots, begin, arrays["accepted"])
+    verified, cache, _, _ = op(rows, weights, start, slots, begin, i32(0, 0, 0))
     accepted = i32(1, 3, 4)
-    after, cache, _, _ = op(rows, weights, cache, slots, accepted)
-    final = commit(cache, slots, i32(2, 2, 2))
+    after, cache, _, _ = op(rows, weights, cache, slots, begin + accepted, accepted)
+    final = commit(cache, slots, begin + accepted + 2, i32(2, 2, 2))
 
     verified, after, final, rows = jax.device_get((verified, after, final, rows))
     paths = [[*range(count), 0, 1] for count in np.asarray(accepted)]
@@ -119,16 +141,20 @@ def test_verifying_equals_decoding_one_by_one(impl, dtype):
         # Each request walks its own path; one that has arrived runs on and is not looked at.
         step_rows = [path[step] if step < len(path) else 0 for path in paths]
         one = jax.tree.map(lambda leaf, at=step_rows: leaf[np.arange(3), at][:, None], rows)
-        out, single, _, _ = op(one, weights, single, slots, before)
+        out, single, _, _ = op(one, weights, single, slots, begin + step, before)
         before = i32(1, 1, 1)
         outputs.append(np.asarray(out[:, 0]))
-        committed = jax.device_get(commit(single, slots, before))
+        end = begin + step + 1
+        committed = jax.device_get(commit(single, slots, end, before))
         for request, path in enumerate(paths):
             if step == len(path) - 1:
                 slot = slots[request]
                 state = wide(committed.state[slot])
                 assert_close(final.state[slot], state, jnp.float32, case.dims["K"])
-                assert_same_bits(final.conv[slot], committed.conv[slot])
+                windows = (
+                    oracles.kda_window(x.conv[slot], end[request]) for x in (final, committed)
+                )
+                assert_same_bits(*windows)
     for request, count in enumerate(np.asarray(accepted)):
         expected = np.concatenate([verified[request, :count], after[request, :2]])
         actual = np.stack(outputs)[: count + 2, request]
@@ -220,7 +246,7 @@ def test_a_donated_cache_gives_the_same_bits(small, impl):
     op = partial(kda_decode, lower_bound=-5.0, norm_eps=EPS, impl=impl)
     donating = jax.jit(op, donate_argnums=2)
     copy = jax.tree.map(jnp.copy, arrays["cache"])
-    names = ("slots", "accepted")
+    names = ("slots", "starts", "accepted")
     actual = donating(arrays["rows"], arrays["weights"], copy, *(arrays[name] for name in names))
     assert copy.state.is_deleted()
     assert_same_bits(actual, expected)
@@ -230,14 +256,13 @@ def test_commit_alone():
     case = select("kda_decode", "tiny")[0]
     arrays = made(case, jnp.float32)
     slots = i32(3, 0, 2)
-    cache = jax.jit(kda_commit)(arrays["cache"], slots, i32(2, 4, 0))
-    window, state = oracles.kda_replay(wide(arrays["cache"]), 3, 2)
+    old = arrays["cache"]
+    cache = jax.jit(kda_commit)(old, slots, i32(9, 9, 9), i32(2, 4, 0))
+    _, state = oracles.kda_replay(wide(old), 3, 9, 2)
     assert_close(cache.state[3], state, jnp.float32, 64)
-    np.testing.assert_array_equal(cache.conv[3], window)
     others = np.array([0, 1, 2, 4, 5])
-    for leaf, old in ((cache.state, arrays["cache"].state), (cache.conv, arrays["cache"].conv)):
-        assert_same_bits(leaf[others], old[others])
-    assert_same_bits(cache.pending, arrays["cache"].pending)
+    assert_same_bits(cache.state[others], old.state[others])
+    assert_same_bits((cache.conv, cache.pending), (old.conv, old.pending))
 
 
 def test_more_rows_than_the_cache_keeps_are_refused(small):

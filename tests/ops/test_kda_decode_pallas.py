@@ -8,11 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import BIT_SLOT
+from pallas_kernels import BIT_SLOT, Unnormed, kda_decode
 from pallas_kernels.aot import lower_rocm
-from pallas_kernels.case_inputs import bind, inputs
+from pallas_kernels.case_inputs import EPS, bind, inputs
 from pallas_kernels.cases import Case, select
-from pallas_kernels.kda_decode_pallas import decode_tiles
+from pallas_kernels.kda_decode_pallas import decode_tiles, kda_decode_pallas
 
 BOUNDED, SOFTPLUS = -5.0, None
 # Relative norm of the difference from the reference: tf32 products in bf16 mode.
@@ -21,11 +21,10 @@ TOLERANCE = {jnp.float32: 2e-6, jnp.bfloat16: 4e-3}
 SLOTS = np.array([3, 1, 7, 4, 6, 2, 0, -1, 8], np.int32)
 ACCEPTED = np.array([0, 1, 3, 4, 9, -2, 2, 4, 4], np.int32)
 FORMS = {
-    "wy": (jnp.bfloat16, BOUNDED, 3, 4),
+    "block": (jnp.bfloat16, BOUNDED, 3, 4),
     "steps": (jnp.float32, BOUNDED, 3, 4),
     "steps-softplus": (jnp.bfloat16, SOFTPLUS, 2, 2),
-    "pair": (jnp.float32, BOUNDED, 1, 1),
-    "pair-softplus": (jnp.bfloat16, SOFTPLUS, 1, 1),
+    "steps-one": (jnp.float32, BOUNDED, 1, 1),
 }
 
 
@@ -57,6 +56,8 @@ def compare(case, dtype, arrays, impl, broken=()):
     size = arrays["cache"].state.shape[0]
     slots = np.asarray(arrays["slots"])
     sane = [row for row in range(len(slots)) if row not in broken]
+    if isinstance(out, Unnormed):
+        out, wanted = out.normed(EPS), wanted.normed(EPS)
     assert_close(out[np.array(sane)], wanted[np.array(sane)], TOLERANCE[dtype])
     # The null slot is anybody's; every other slot's contents are defined.
     kept = np.array([slot for slot in range(1, size) if slot not in slots[list(broken)]])
@@ -69,7 +70,8 @@ def compare(case, dtype, arrays, impl, broken=()):
 def test_interpreted_forms(name):
     dtype, lower_bound, new, pending = FORMS[name]
     case = tiny(new, pending, lower_bound)
-    tiles = decode_tiles(new, pending, 8, 16, exact=dtype == jnp.float32, lower_bound=lower_bound)
+    exact = dtype == jnp.float32
+    tiles = decode_tiles(new, (16, 8), heads=18, exact=exact, lower_bound=lower_bound, norm=True)
     assert tiles.form == name.split("-")[0]
     arrays = prepared(case, dtype)
     cache = compare(case, dtype, arrays, "interpret", broken=(2,))
@@ -77,37 +79,57 @@ def test_interpreted_forms(name):
     # Nothing accepted: state and window as they were, bit for bit; nor is a stranger touched.
     for slot in (3, 2, 5):
         np.testing.assert_array_equal(cache.state[slot], before.state[slot])
-        np.testing.assert_array_equal(cache.conv[slot], before.conv[slot])
     # A row that was not accepted does not reach the state, though it is NaN.
     assert np.all(np.isfinite(cache.state[7]))
 
 
 def test_rejected_suffix_leaves_no_trace():
-    dtype, lower_bound, new, pending = FORMS["wy"]
+    dtype, lower_bound, new, pending = FORMS["block"]
     case = tiny(new, pending, lower_bound)
     arrays = prepared(case, dtype)
     run = jax.jit(bind(case, "interpret"))
     clean = run(arrays)
-    rejected = jnp.arange(pending) >= 1
-    held = arrays["cache"].pending
-    poisoned = jax.tree.map(
-        lambda leaf: jnp.where(
-            rejected.reshape(1, -1, *[1] * (leaf.ndim - 2))
-            & (jnp.arange(8) == 1).reshape(-1, *[1] * (leaf.ndim - 1)),
-            jnp.nan,
-            leaf,
-        ),
-        held,
+    # Request 1 has slot 1 and replays the one row before its start.
+    cache, start = arrays["cache"], int(arrays["starts"][1])
+    ring = cache.conv.shape[1]
+    rejected = np.zeros((8, ring), bool)
+    rejected[1] = np.arange(ring) != (start - 1) % ring
+    pending = jax.tree.map(
+        lambda leaf: jnp.where(rejected.reshape(8, ring, *[1] * (leaf.ndim - 2)), jnp.nan, leaf),
+        cache.pending,
     )
-    cache = dataclasses.replace(arrays["cache"], pending=poisoned)
-    dirty = run({**arrays, "cache": cache})
+    dirty = run({**arrays, "cache": dataclasses.replace(cache, pending=pending)})
     np.testing.assert_array_equal(clean[0][1], dirty[0][1])
     np.testing.assert_array_equal(clean[1].state[1], dirty[1].state[1])
-    np.testing.assert_array_equal(clean[1].conv[1], dirty[1].conv[1])
+
+
+@pytest.mark.parametrize("name", ["block", "steps"])
+def test_strips_of_values_before_the_norm(name):
+    dtype, lower_bound, new, pending = FORMS[name]
+    arrays = prepared(tiny(new, pending, lower_bound), dtype)
+    known = {"lower_bound": lower_bound, "norm_eps": EPS, "norm": False}
+    exact = dtype == jnp.float32
+    tiles = decode_tiles(new, (16, 8), heads=18, exact=exact, lower_bound=lower_bound, norm=False)
+    tiles = dataclasses.replace(tiles, strip=8)
+    run = partial(kda_decode_pallas, **known, interpret=True, tiles=tiles)
+    got = jax.jit(run)(**arrays)
+    wanted = jax.jit(partial(kda_decode, **known, impl="reference"))(**arrays)
+    assert got[0].rows.dtype == wanted[0].rows.dtype == dtype
+    assert got[0].squares.shape == (9, new, 2, 2)
+    np.testing.assert_array_equal(got[2], wanted[2])
+    sane = np.arange(9) != 2
+    assert_close(got[0].rows[sane], wanted[0].rows[sane], TOLERANCE[dtype])
+    sums = [np.sum(side[0].squares, axis=-1)[sane] for side in (got, wanted)]
+    assert_close(*sums, TOLERANCE[dtype])
+    normed = jax.jit(bind(tiny(new, pending, lower_bound), "reference"))(arrays)[0]
+    assert_close(got[0].normed(EPS)[sane], normed[sane], 2 * TOLERANCE[dtype])
+    kept = np.array([1, 2, 3, 4, 5, 6])
+    for leaf, target in zip(jax.tree.leaves(got[1]), jax.tree.leaves(wanted[1]), strict=True):
+        assert_close(leaf[kept], target[kept], TOLERANCE[dtype])
 
 
 def test_slot_beyond_the_cache_sets_its_bit():
-    dtype, lower_bound, new, pending = FORMS["pair"]
+    dtype, lower_bound, new, pending = FORMS["steps-one"]
     case = tiny(new, pending, lower_bound)
     arrays = prepared(case, dtype)
     health = jax.jit(bind(case, "interpret"))(arrays)[3]

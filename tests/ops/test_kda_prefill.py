@@ -15,7 +15,8 @@ from pallas_kernels.cases import select
 from . import oracles
 from .oracles import DTYPES, assert_close, assert_same_bits, made, tiny, wide
 
-IMPLS = ["reference"]
+IMPLS = ["reference", "interpret"]
+COMPILED = [*IMPLS, pytest.param("pallas", marks=pytest.mark.gpu)]
 
 
 def i32(*values):
@@ -31,14 +32,18 @@ def check(arrays, result, bound, dtype):
     for index, slot in enumerate(given["slots"]):
         length = given["lengths"][index]
         request = jax.tree.map(lambda leaf, at=(index, length): leaf[at[0], : at[1]], given["rows"])
-        window, state = oracles.kda_replay(given["cache"], slot, given["accepted"][index])
+        window, state = oracles.kda_replay(
+            given["cache"], slot, given["starts"][index], given["accepted"][index]
+        )
         if given["fresh"][index]:
-            window, state = np.zeros_like(window), np.zeros_like(state)
+            state = np.zeros_like(state)
         expected = oracles.kda_tokens(request, window, state, given["weights"], bound, EPS)
         terms = length + state.shape[1]
         assert_close(out[index, :length], expected[0], dtype, terms)
         assert not out[index, length:].any()
-        np.testing.assert_array_equal(cache.conv[slot].astype(np.float64), expected[1])
+        end = given["starts"][index] + length
+        window = oracles.kda_window(cache.conv[slot].astype(np.float64), end)
+        np.testing.assert_array_equal(window, expected[1])
         assert_close(cache.state[slot], expected[2], dtype, terms)
 
 
@@ -51,7 +56,7 @@ def poisoned(arrays):
     return {**arrays, "rows": rows, "cache": cache}
 
 
-@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("impl", COMPILED)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("case", tiny("kda_prefill"))
 def test_matches_float64(case, dtype, impl):
@@ -66,10 +71,11 @@ def test_matches_float64(case, dtype, impl):
 def long():
     """Two requests of up to 150 rows, compiled once: (ops by impl, arrays)."""
     case = select("kda_prefill", "tiny")[0]
-    return {impl: jax.jit(bind(case, impl)) for impl in IMPLS}, made(case, jnp.float32)
+    impls = (*IMPLS, "pallas")
+    return {impl: jax.jit(bind(case, impl)) for impl in impls}, made(case, jnp.float32)
 
 
-@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("impl", COMPILED)
 class TestDecays:
     def test_the_strongest_bounded_decay(self, long, impl):
         """Nearly -5 each row: -320 in 64 rows, whose inverse no float32 holds."""
@@ -123,6 +129,7 @@ def test_pieces_equal_one_shot(long, impl, piece):
                 "rows": rows,
                 "cache": cache,
                 "lengths": i32(count, count),
+                "starts": arrays["starts"] + start,
                 "fresh": arrays["fresh"] & first,
                 "accepted": arrays["accepted"] * int(first),
             }
@@ -135,7 +142,10 @@ def test_pieces_equal_one_shot(long, impl, piece):
     )
     for actual, one_shot in pairs:
         assert np.linalg.norm(actual - one_shot) <= 1e-5 * np.linalg.norm(one_shot)
-    assert_same_bits(np.asarray(cache.conv)[slots], expected_cache.conv[slots])
+    ends = np.asarray(arrays["starts"]) + length
+    for slot, end in zip(slots, ends, strict=True):
+        rings = (np.asarray(leaf.conv[slot]) for leaf in (cache, expected_cache))
+        assert_same_bits(*(oracles.kda_window(ring, end) for ring in rings))
 
 
 @pytest.mark.parametrize("impl", IMPLS)
@@ -150,25 +160,27 @@ def test_decode_continues_what_prefill_began(impl, length):
     slots, weights = arrays["slots"], arrays["weights"]
     lengths = i32(length, length, length)
     out, cache, _, _ = jax.jit(partial(kda_prefill, **known))(
-        first, weights, arrays["cache"], slots, arrays["accepted"], fresh, lengths=lengths
+        first, weights, arrays["cache"], slots, none, none, fresh, lengths=lengths
     )
     blank = jax.tree.map(jnp.zeros_like, arrays["cache"])
     decoded, decode_cache, _, _ = jax.jit(partial(kda_decode, **known))(
-        first, weights, blank, slots, none
+        first, weights, blank, slots, none, none
     )
-    committed = jax.jit(kda_commit)(decode_cache, slots, lengths)
+    committed = jax.jit(kda_commit)(decode_cache, slots, lengths, lengths)
     used = np.asarray(slots)
     assert_close(out, wide(decoded), jnp.float32, 64)
     assert_close(cache.state[used], wide(committed.state[used]), jnp.float32, 64)
-    assert_same_bits(cache.conv[used], committed.conv[used])
+    for slot in used:
+        windows = (oracles.kda_window(np.asarray(x.conv[slot]), length) for x in (cache, committed))
+        assert_same_bits(*windows)
 
 
 @pytest.mark.parametrize("impl", IMPLS)
 def test_pending_rows_are_committed_first(long, impl):
     ops, arrays = long
     slots = arrays["slots"]
-    given = {**arrays, "fresh": jnp.zeros(2, bool), "accepted": i32(3, 9)}
-    committed = jax.jit(kda_commit)(arrays["cache"], slots, given["accepted"])
+    given = {**arrays, "fresh": jnp.zeros(2, bool), "starts": i32(5, 90), "accepted": i32(3, 9)}
+    committed = jax.jit(kda_commit)(arrays["cache"], slots, given["starts"], given["accepted"])
     expected = ops[impl]({**given, "cache": committed, "accepted": i32(0, 0)})
     assert_same_bits(ops[impl](given), expected)
 
@@ -225,10 +237,12 @@ def test_a_donated_cache_gives_the_same_bits(impl):
     case = select("kda_prefill", "tiny")[2]
     arrays = made(case, jnp.float32)
     known = {"lower_bound": -5.0, "norm_eps": EPS, "impl": impl}
-    names = ("accepted", "fresh", "lengths")
+    names = ("starts", "accepted", "fresh", "lengths")
 
-    def step(rows, weights, cache, slots, accepted, fresh, lengths):
-        return kda_prefill(rows, weights, cache, slots, accepted, fresh, lengths=lengths, **known)
+    def step(rows, weights, cache, slots, starts, accepted, fresh, lengths):
+        return kda_prefill(
+            rows, weights, cache, slots, starts, accepted, fresh, lengths=lengths, **known
+        )
 
     rows = [arrays["rows"], KdaRows(*(leaf[::-1] for leaf in jax.tree.leaves(arrays["rows"])))]
     results = []

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from pallas_kernels.aot import lower_rocm
-from pallas_kernels.case_inputs import bind, inputs
+from pallas_kernels.case_inputs import bind, inputs, options
 from pallas_kernels.cases import Case, select
+from pallas_kernels.kda_prefill_pallas import kda_prefill_pallas, prefill_tiles
 
 # bf16 operands of every product, a decay that spans a chunk: relative norms.
 OUT, STATE = 1e-2, 2e-3
@@ -27,8 +28,8 @@ def difference(got, wanted):
     return np.linalg.norm(got - wanted) / np.linalg.norm(wanted)
 
 
-def compare(case, arrays, impl):
-    out, cache, flags, health = jax.jit(bind(case, impl))(arrays)
+def compare(case, arrays, impl, op=None):
+    out, cache, flags, health = jax.jit(op or bind(case, impl))(arrays)
     wanted, right, right_flags, right_health = jax.jit(bind(case, "reference"))(arrays)
     assert difference(out, wanted) < OUT
     assert difference(cache.state, right.state) < STATE
@@ -50,22 +51,59 @@ def test_interpreted_with_nan_in_the_padding():
     assert not np.any(np.asarray(out[1, lengths[1] :], np.float32))
 
 
-@pytest.mark.parametrize(
-    ("dtype", "lower_bound"), [(jnp.float32, -5.0), (jnp.bfloat16, None)], ids=["f32", "softplus"]
-)
-def test_what_the_kernel_cannot_is_refused(dtype, lower_bound):
-    case = dataclasses.replace(tiny(lower_bound))
-    shapes = jax.eval_shape(partial(inputs, case, dtype))
-    with pytest.raises(NotImplementedError, match="reference"):
-        jax.eval_shape(bind(case, "interpret"), shapes)
+@pytest.mark.parametrize(("key_dim", "value_dim"), [(32, 16), (16, 32)])
+def test_a_walk_in_segments(key_dim, value_dim):
+    """Of three, the shorter request fills two; the other goes on from its slot's state."""
+    case = tiny()
+    case = dataclasses.replace(case, dims={**case.dims, "K": key_dim, "V": value_dim})
+    tiles = prefill_tiles(case.dims["V"], exact=False, platform="portable")
+    tiles = dataclasses.replace(tiles, programs=6, segment_chunks=1)
+    arrays = inputs(case, jnp.bfloat16, seed=4)
+    arrays["fresh"] = ~arrays["fresh"]
+    static = {**options(case), "interpret": True, "tiles": tiles}
+    compare(case, arrays, "interpret", lambda arrays: kda_prefill_pallas(**arrays, **static))
+
+
+IMPLS = ["interpret", pytest.param("pallas", marks=pytest.mark.gpu)]
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+class TestHardDecays:
+    """In bf16; in float32 the op's own tests have them."""
+
+    def test_the_strongest_bounded_decay(self, impl):
+        case = tiny()
+        arrays = inputs(case, jnp.bfloat16, seed=3)
+        bias = jnp.full_like(arrays["weights"].dt_bias, 12.0)
+        weights = dataclasses.replace(arrays["weights"], dt_bias=bias)
+        compare(case, {**arrays, "weights": weights}, impl)
+
+    def test_repeated_keys_without_decay(self, impl):
+        """The powers of the triangular matrix would grow as binomials."""
+        case = tiny()
+        arrays = inputs(case, jnp.bfloat16, seed=3)
+        rows = arrays["rows"]
+        same = jnp.broadcast_to(rows.qkv[:, :1], rows.qkv.shape)
+        rows = dataclasses.replace(rows, qkv=same, beta=jnp.full_like(rows.beta, 20.0))
+        bias = jnp.full_like(arrays["weights"].dt_bias, -30.0)
+        weights = dataclasses.replace(arrays["weights"], dt_bias=bias)
+        compare(case, {**arrays, "rows": rows, "weights": weights}, impl)
+
+    def test_unbounded_decays(self, impl):
+        """From none at all to thousands in a row, mixed."""
+        case = tiny(None)
+        arrays = inputs(case, jnp.bfloat16, seed=3)
+        rows = arrays["rows"]
+        rows = dataclasses.replace(rows, decay=jnp.sign(rows.decay) * rows.decay**2 * 50)
+        compare(case, {**arrays, "rows": rows}, impl)
 
 
 def test_lowers_for_rocm_under_its_names():
     case = tiny()
     shapes = jax.eval_shape(partial(inputs, case, jnp.bfloat16))
     text = lower_rocm(bind(case, "pallas"), shapes).as_text()
-    assert 'name = "kda_prefill_chunk"' in text
-    assert 'name = "kda_prefill_scan"' in text
+    for kernel in ("project", "chunk", "walk", "output"):
+        assert f'name = "kda_prefill_{kernel}"' in text
 
 
 @pytest.mark.gpu

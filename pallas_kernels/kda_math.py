@@ -1,0 +1,56 @@
+"""Elementwise functions of the KDA kernels: NVIDIA's own instructions, or plain jnp.
+
+Pallas takes exponentials and roots that keep denormals, four instructions each, and never fuses a
+multiplication and an addition.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels import launch
+
+LOG2_E = math.log2(math.e)
+
+
+@dataclass(frozen=True)
+class Maths:
+    """Functions of f32 arrays; `native`: as NVIDIA's instructions, which flush denormals."""
+
+    native: bool
+
+    def _run(self, instruction: str, *args: jax.Array) -> jax.Array:
+        shape = jnp.broadcast_shapes(*(arg.shape for arg in args))
+        [result] = launch.inline_asm(
+            f"{instruction} $0, {', '.join(f'${number + 1}' for number in range(len(args)))};",
+            args=[jnp.broadcast_to(arg, shape) for arg in args],
+            constraints=",".join(["=f"] + ["f"] * len(args)),
+            pack=1,
+            result_shape_dtypes=[jax.ShapeDtypeStruct(shape, jnp.float32)],
+        )
+        return result
+
+    def _takes(self, x: jax.Array) -> bool:
+        return self.native and x.ndim > 0  # the assembly takes no scalar
+
+    def exp2(self, x: jax.Array) -> jax.Array:
+        return self._run("ex2.approx.ftz.f32", x) if self._takes(x) else jnp.exp2(x)
+
+    def exp(self, x: jax.Array) -> jax.Array:
+        return self.exp2(LOG2_E * x) if self._takes(x) else jnp.exp(x)
+
+    def rsqrt(self, x: jax.Array) -> jax.Array:
+        return self._run("rsqrt.approx.ftz.f32", x) if self._takes(x) else lax.rsqrt(x)
+
+    def fma(self, x: jax.Array, y: jax.Array, z: jax.Array) -> jax.Array:
+        return self._run("fma.rn.f32", x, y, z) if self._takes(z) else x * y + z
+
+    def sigmoid(self, x: jax.Array) -> jax.Array:
+        """1 / (1 + exp(-x)) without a division."""
+        root = self.rsqrt(1.0 + self.exp2(-LOG2_E * x))
+        return root * root
