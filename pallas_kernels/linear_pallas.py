@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 
 import jax
@@ -12,43 +11,21 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels import launch
 from pallas_kernels.activation import Activation, gated
+from pallas_kernels.linear_split_pallas import linear_split
+from pallas_kernels.linear_tile_pallas import (
+    PORTABLE_STAGES,
+    LinearTiles,
+    accumulate,
+    gate_and_up,
+    linear_tiles,
+)
+from pallas_kernels.norm import Unnormed
 
-SHARED_BYTES = 200 << 10  # of a multiprocessor of compute capability 9.0, less some
-PORTABLE_STAGES = 2  # AMD's pipeline holds one step ahead, in registers
 NAME = "linear_skinny"
 
 
-@dataclasses.dataclass(frozen=True)
-class LinearTiles:
-    """Tile sizes of one launch; weights are the dot's left operand, rows the narrow right one."""
-
-    features: int  # rows of the weight in one program
-    depth: int  # columns of K in one step of the loop
-    warps: int
-    stages: int  # steps in flight
-
-
-def linear_tiles(rows: int, depth: int, features: int, *, exact: bool) -> LinearTiles:
-    """Choose tiles for x[rows, depth] and weights [features, depth]; `exact`: a float32 product.
-
-    Wide tiles suit many features; few features leave multiprocessors idle unless tiles are narrow,
-    and then each program needs more bytes in flight. Measured in benchmarks/RESULTS.md.
-    """
-    step = depth & -depth  # the largest power of two that divides K: no masks inside the loop
-    if exact:
-        return LinearTiles(16, min(step, 64), 4, 1)
-    if features >= 4096:
-        tiles = LinearTiles(64, min(step, 256), 4, 4)
-    elif features >= 2048:
-        tiles = LinearTiles(32, min(step, 128), 2, 12)
-    else:
-        tiles = LinearTiles(16, min(step, 512), 2, 4)
-    bytes_in_flight = (tiles.features + max(8, pl.next_power_of_2(rows))) * tiles.depth * 2
-    return dataclasses.replace(tiles, stages=min(tiles.stages, SHARED_BYTES // bytes_in_flight))
-
-
 def linear_pallas(
-    x: jax.Array,  # [W, K]
+    x: jax.Array | Unnormed,  # [W, K]
     weight: jax.Array,  # [N, K]
     *,
     norm: jax.Array | None,
@@ -60,17 +37,35 @@ def linear_pallas(
     tiles: LinearTiles | None = None,
 ) -> jax.Array:
     """See `pallas_kernels.linear`; W at most MOST_ROWS."""
+    squares = x.squares if isinstance(x, Unnormed) else None
+    x = x.rows if isinstance(x, Unnormed) else x
     features, depth = weight.shape
     columns = features // (1 if activation is None else 2)
     exact = jnp.float32 in (x.dtype, weight.dtype)
-    tiles = tiles or linear_tiles(x.shape[0], depth, features, exact=exact)
-    optional = [each for each in (norm, add) if each is not None]
+    run_of = None if squares is None else depth // squares.shape[1]
+    tiles = tiles or linear_tiles(x.shape[0], depth, features, exact=exact, run=run_of)
+    out_dtype = x.dtype if out_dtype is None else out_dtype
+    if tiles.split > 1:
+        return linear_split(
+            x,
+            weight,
+            squares=squares,
+            norm=norm,
+            eps=eps,
+            activation=activation,
+            add=add,
+            out_dtype=out_dtype,
+            interpret=interpret,
+            tiles=tiles,
+        )
+    optional = [each for each in (norm, squares, add) if each is not None]
     kernel = functools.partial(
         _kernel,
         tiles=tiles,
         eps=eps,
         activation=activation,
         has_norm=norm is not None,
+        has_squares=squares is not None,
         has_add=add is not None,
     )
 
@@ -80,9 +75,7 @@ def linear_pallas(
             *operands,
             name=NAME,
             grid=(pl.cdiv(features, tiles.features),),
-            out_shape=jax.ShapeDtypeStruct(
-                (x.shape[0], columns), x.dtype if out_dtype is None else out_dtype
-            ),
+            out_shape=jax.ShapeDtypeStruct((x.shape[0], columns), out_dtype),
             interpret=interpret,
             num_warps=tiles.warps,
             num_stages=stages,
@@ -101,20 +94,21 @@ def linear_pallas(
 def _kernel(
     x_ref,  # [W, K]
     weight_ref,  # [N, K]
-    *refs,  # norm [K] and add [W, N'] if given; out [W, N']
+    *refs,  # norm [K], squares f32[W, G, N] and add [W, N'] if given; out [W, N']
     tiles: LinearTiles,
     narrow: int,  # the least side of the matrix unit
     eps: float,
     activation: Activation | None,
     has_norm: bool,
+    has_squares: bool,
     has_add: bool,
 ):
-    norm_ref = refs[0] if has_norm else None
-    add_ref = refs[int(has_norm)] if has_add else None
-    out_ref = refs[-1]
+    *given, out_ref = refs
+    norm_ref = given.pop(0) if has_norm else None
+    squares_ref = given.pop(0) if has_squares else None
+    add_ref = given.pop(0) if has_add else None
     rows, depth = x_ref.shape
     columns = out_ref.shape[1]
-    exact = jnp.float32 in (x_ref.dtype, weight_ref.dtype)
     # Rows and features beyond the end repeat the last one; what they give is not stored.
     row = jnp.arange(max(narrow, pl.next_power_of_2(rows)), dtype=jnp.int32)
     row_at = jnp.minimum(row, rows - 1)
@@ -126,38 +120,21 @@ def _kernel(
         feature_at = jnp.minimum(pl.program_id(0) * width + place % width, columns - 1)
         feature_at += place // width * columns
 
-    def step(index, carry):
-        out, squares = carry
-        at = index * tiles.depth + jnp.arange(tiles.depth, dtype=jnp.int32)
-        weight = launch.load(weight_ref.at[launch.mesh(feature_at, at)])
-        x = launch.load(x_ref.at[launch.mesh(row_at, at)])
-        if norm_ref is not None:
-            wide = x.astype(jnp.float32)
-            squares += jnp.sum(wide * wide, axis=1)
-            scale = launch.load(norm_ref.at[at]).astype(jnp.float32)
-            x = (wide * scale[None]).astype(x.dtype)
-        if exact:
-            x, weight = x.astype(jnp.float32), weight.astype(jnp.float32)
-        out += lax.dot_general(
-            weight,
-            x,
-            (((1,), (1,)), ((), ())),
-            precision=lax.Precision.HIGHEST if exact else None,
-            preferred_element_type=jnp.float32,
-        )
-        return out, squares
-
-    zeros = jnp.zeros((tiles.features, row.size), jnp.float32)
-    squares = jnp.zeros(row.size, jnp.float32)
-    out, squares = lax.fori_loop(0, depth // tiles.depth, step, (zeros, squares))
+    out, squares = accumulate(
+        x_ref,
+        weight_ref,
+        row_at,
+        feature_at,
+        steps=depth // tiles.depth,
+        depth=tiles.depth,
+        norm_ref=norm_ref,
+        squares_ref=squares_ref,
+        eps=eps,
+    )
     if has_norm:
         out *= lax.rsqrt(squares / depth + eps)[None, :]
     if activation is not None:
-        halves = out.reshape(2, width, row.size)
-        first = (jnp.arange(2, dtype=jnp.int32) == 0)[:, None, None]
-        gate = jnp.sum(jnp.where(first, halves, 0.0), axis=0)
-        up = jnp.sum(jnp.where(first, 0.0, halves), axis=0)
-        out = gated(activation, gate, up)
+        out = gated(activation, *gate_and_up(out))
     mask = (column < columns)[:, None] & (row < rows)[None, :]
 
     def spread(row, column):
