@@ -1,4 +1,7 @@
-"""Multi-head latent attention (MLA), absorbed form, over a paged latent cache without rotation."""
+"""Multi-head latent attention (MLA), absorbed form, over a paged latent cache without rotation.
+
+Source: DeepSeek-V2 (arXiv 2405.04434); without rotation: Kimi Linear (arXiv 2510.26692).
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,7 @@ def mla_decode(
     columns are the value too. `lengths` counts the cached tokens, the T rows included: row t sees
     positions below lengths - T + t + 1. A request of length 0 gives zeros. A page id outside
     [0, P) among the pages in use, or a length beyond the page table, sets BIT_PAGE and is read as
-    page 0, or cut.
+    page 0, or cut. A NaN among the cached rows reaches those alone that see it.
 
     Returns (o [B, T, H, L] in q.dtype, flags bool[B] of requests with a non-finite row, health
     u32[]). Raises ValueError on misfit shapes.

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -114,6 +115,19 @@ def load(ref: Any, index: tuple, mask: jax.Array | None) -> jax.Array:
     return launch.load(ref.at[index], mask=mask, other=jnp.zeros((), ref.dtype))
 
 
+def count_true(mask: jax.Array) -> jax.Array:
+    """How many elements are true, as f32[]."""
+    return jnp.sum(jnp.where(mask, 1.0, 0.0))
+
+
+def bit(condition: jax.Array, value: int) -> jax.Array:
+    """`value` if the condition bool[] holds, else 0: i32[].
+
+    Not jnp.where: of two literals and a scalar, Pallas makes a select between booleans.
+    """
+    return condition.astype(jnp.int32) * value
+
+
 class _Columns(NamedTuple):
     """One slice of the columns of a cached row: its lanes, and which exist."""
 
@@ -146,6 +160,7 @@ class Place(NamedTuple):
     vector: jax.Array  # i32[M] query vectors
     seen: jax.Array  # i32[M] positions each sees
     begin: jax.Array  # i32[] the range of positions
+    common: jax.Array  # i32[] the positions below it are seen by every vector that sees any
     stop: jax.Array  # i32[]
 
 
@@ -160,14 +175,20 @@ def place_of(base_ref, valid_ref, shapes: Shapes, tiles: AttendTiles, splits: in
     vector = first + jnp.arange(tiles.queries, dtype=jnp.int32)
     row = lax.div(vector, jnp.int32(shapes.heads))
     seen = jnp.clip(jnp.where(row < valid, base + row + 1, 0), 0, shapes.capacity)
+    seen_first = base + lax.div(first, jnp.int32(shapes.heads)) + 1
     last = lax.div(first + (tiles.queries - 1), jnp.int32(shapes.heads))
     end = base + jnp.minimum(last + 1, valid)
     end = jnp.where(lax.div(first, jnp.int32(shapes.heads)) < valid, end, 0)
     end = jnp.clip(end, 0, shapes.capacity)
     steps = lax.div(end + (tiles.positions - 1), jnp.int32(tiles.positions))
-    share = lax.div(steps + (splits - 1), jnp.int32(splits)) * tiles.positions
-    begin = split * share
-    return Place(request, vector, seen, begin, jnp.minimum(begin + share, end))
+
+    def start(split):
+        """Rounded up, so that the last range, with positions that not all see, has fewest."""
+        share = lax.div(split * steps + (splits - 1), jnp.int32(splits))
+        return jnp.minimum(share * tiles.positions, end)
+
+    begin, stop = start(split), start(split + 1)
+    return Place(request, vector, seen, begin, jnp.minimum(seen_first, stop), stop)
 
 
 class _Pages(NamedTuple):
@@ -178,15 +199,16 @@ class _Pages(NamedTuple):
     shapes: Shapes
     positions: int
 
-    def inside(self, index: jax.Array) -> jax.Array:
+    def inside(self, index: jax.Array, whole: bool) -> jax.Array:
         """Rows within their pages of iteration `index`: i32[N].
 
-        Rows from the end of the range on may hold NaN, which a weight of zero would not silence:
-        the last row of the range stands in for them, cheaper than a mask on every load.
+        Unless the iteration is `whole`, the last row of the range stands in for those beyond it,
+        cheaper than a mask on every load.
         """
         first, page = self.place.begin + index * self.positions, jnp.int32(self.shapes.page)
         offset = jnp.arange(self.positions, dtype=jnp.int32)
-        offset = jnp.minimum(offset, self.place.stop - 1 - first)
+        if not whole:
+            offset = jnp.minimum(offset, self.place.stop - 1 - first)
         if self.shapes.page % self.positions == 0:
             return lax.rem(first, page) + offset
         return lax.rem(first + offset, page)
@@ -228,24 +250,31 @@ def attend(q_ref, pages_ref, table_ref, place: Place, shapes: Shapes, tiles: Att
     ids = _Pages(table_ref, place, shapes, tiles.positions)
     offset = jnp.arange(tiles.positions, dtype=jnp.int32)
 
-    def body(index, carry):
+    def body(whole, index, carry):
         accs, top, total, page, bad = carry
         position = place.begin + index * tiles.positions + offset
         wrong = (page < 0) | (page >= shapes.pages)
         page_here = jnp.where(wrong, 0, page)
         if page_here.ndim:
             page_here = page_here[:, None]
-        inside = ids.inside(index)[:, None]
+        inside = ids.inside(index, whole)[:, None]
         cached = [load(pages_ref, (page_here, inside, cut.lane), cut.valid) for cut in slices]
         lefts = read_queries(index) if tiles.reload else queries
         pairs = (
             zip(cached, lefts, strict=True) if tiles.transposed else zip(lefts, cached, strict=True)
         )
         scores = [_dot(left, right, (1, 1)) for left, right in pairs]
+        values = cached[: len(accs)]
+        if not whole:
+            # A row that not every vector sees may hold NaN, which a weight of zero would not
+            # silence; who sees it has it in the scores.
+            values = [jnp.where(value * 0 == 0, value, 0) for value in values]
 
         def softmax(*scores):
-            visible = jnp.expand_dims(position, 1 - axis) < wide(place.seen)
-            masked = jnp.where(visible, sum(scores) * (scale * math.log2(math.e)), -jnp.inf)
+            masked = sum(scores) * (scale * math.log2(math.e))
+            if not whole:
+                visible = jnp.expand_dims(position, 1 - axis) < wide(place.seen)
+                masked = jnp.where(visible, masked, -jnp.inf)
             new_top = jnp.maximum(top, jnp.max(masked, axis=axis))
             weight = jnp.exp2(masked - wide(new_top))
             rescale = jnp.exp2(top - new_top)
@@ -263,7 +292,7 @@ def attend(q_ref, pages_ref, table_ref, place: Place, shapes: Shapes, tiles: Att
         accs = tuple(
             acc * wide(rescale)
             + (_dot(value, weight, (0, 0)) if tiles.transposed else _dot(weight, value, (1, 0)))
-            for acc, value in zip(accs, cached[: len(accs)], strict=True)
+            for acc, value in zip(accs, values, strict=True)
         )
         # The next ids are on their way while this iteration computes.
         return accs, new_top, new_total, ids.load(index + 1), bad | wrong.astype(jnp.int32)
@@ -276,18 +305,29 @@ def attend(q_ref, pages_ref, table_ref, place: Place, shapes: Shapes, tiles: Att
         jnp.full((side,), NOTHING, jnp.float32),
         jnp.zeros((side,), jnp.float32),
         first_page,
-        jnp.zeros(first_page.shape, jnp.int32),
+        first_page & 0,  # a branch cannot return a constant
     )
     steps = lax.div(place.stop - place.begin + (tiles.positions - 1), jnp.int32(tiles.positions))
-    # The caller leaves out empty ranges. A loop that might not run once makes NVIDIA's assembler
-    # wait for each matrix instruction in turn (its note C7515).
-    accs, top, total, _, bad = lax.fori_loop(0, jnp.maximum(steps, 1), body, carry)
+    whole = jnp.maximum(lax.div(place.common - place.begin, jnp.int32(tiles.positions)), 0)
+
+    def run(begin, stop, carry, whole):
+        # A loop that might not run once makes NVIDIA's assembler wait for each matrix instruction
+        # in turn (its note C7515).
+        def loop(carry):
+            return lax.fori_loop(begin, jnp.maximum(stop, begin + 1), partial(body, whole), carry)
+
+        return lax.cond(begin < stop, loop, lambda same: same, carry)
+
+    carry = run(0, whole, carry, True)
+    accs, top, total, _, bad = run(whole, steps, carry, False)
+    total = jnp.where(place.seen > 0, total, 0.0)
     inverse = wide(1.0 / jnp.where(total == 0.0, 1.0, total))
-    out = tuple(acc * inverse for acc in accs)
-    infinite = sum(jnp.sum(jnp.where(part * 0.0 == 0.0, 0, 1)) for part in out)
-    if bad.ndim:
-        bad = jnp.max(bad)
-    word = jnp.where(infinite > 0, BIT_NONFINITE, 0) | jnp.where(bad > 0, BIT_PAGE, 0)
+    out = tuple(jnp.where(wide(place.seen > 0), acc * inverse, 0.0) for acc in accs)
+    infinite = jnp.zeros((), jnp.float32)
+    for part in out:
+        infinite += count_true(part * 0.0 != 0.0)
+    wrong = count_true(bad > 0) if bad.ndim else bad.astype(jnp.float32)
+    word = bit(infinite > 0, BIT_NONFINITE) | bit(wrong > 0, BIT_PAGE)
     return out, top, total, word
 
 

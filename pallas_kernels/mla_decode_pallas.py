@@ -21,6 +21,8 @@ from pallas_kernels.mla_attend_pallas import (
     Shapes,
     attend,
     attend_tiles,
+    bit,
+    count_true,
     load,
     per_platform,
     place_of,
@@ -62,7 +64,7 @@ def _attend_kernel(
     place = place_of(base_ref, valid_ref, shapes, tiles, splits, (tile, split, request))
     here = place.vector < shapes.vectors
     beyond = base_ref[request] + valid_ref[request] > shapes.capacity
-    beyond = jnp.where(beyond & (valid_ref[request] > 0), BIT_PAGE, 0)
+    beyond = bit(beyond & (valid_ref[request] > 0), BIT_PAGE)
 
     lead = (request,) if splits == 1 else (request, split)
 
@@ -100,37 +102,43 @@ def _combine_kernel(
 ):
     vector, request, cut = pl.program_id(0), pl.program_id(1), pl.program_id(2)
     splits, words = lse_ref.shape[1], word_ref.shape[1]
-    lane = cut * columns + lax.broadcasted_iota(jnp.int32, (1, columns), 1)
-    valid = lane < shapes.latent
-    split = jnp.arange(power_of_two(splits), dtype=jnp.int32)
-    lse = launch.load(
-        lse_ref.at[request, split, vector], mask=split < splits, other=jnp.float32(-jnp.inf)
-    )
-    # An empty range has written no result.
-    live = (lse != -jnp.inf)[:, None] & valid
-    part = load(part_ref, (request, split[:, None], vector, lane), live).astype(jnp.float32)
-    top = jnp.max(lse)
-    weight = jnp.exp2(lse - jnp.where(top == -jnp.inf, 0.0, top))
-    total = jnp.sum(weight)
-    out = jnp.sum(part * weight[:, None], axis=0)[None, :]
-    out = out * (1.0 / jnp.where(total == 0.0, 1.0, total))
-    launch.store(out_ref.at[request, vector, lane], out.astype(out_ref.dtype), mask=valid)
 
-    first = (vector == 0) & (cut == 0)
+    def combine():
+        lane = cut * columns + lax.broadcasted_iota(jnp.int32, (1, columns), 1)
+        valid = lane < shapes.latent
+        split = jnp.arange(power_of_two(splits), dtype=jnp.int32)
+        here = split < splits
+        # An empty range has written no result. The loads do not wait for the totals that tell.
+        part = load(part_ref, (request, split[:, None], vector, lane), here[:, None] & valid)
+        lse = launch.load(
+            lse_ref.at[request, split, vector], mask=here, other=jnp.float32(-jnp.inf)
+        )
+        part = jnp.where((lse != -jnp.inf)[:, None], part.astype(jnp.float32), 0.0)
+        top = jnp.max(lse)
+        weight = jnp.exp2(lse - jnp.where(top == -jnp.inf, 0.0, top))
+        total = jnp.sum(weight)
+        out = jnp.sum(part * weight[:, None], axis=0)[None, :]
+        out = out * (1.0 / jnp.where(total == 0.0, 1.0, total))
+        launch.store(out_ref.at[request, vector, lane], out.astype(out_ref.dtype), mask=valid)
 
-    @pl.when(first)
-    def _():
+    def report():
         column = jnp.arange(power_of_two(words), dtype=jnp.int32)
         word = load(word_ref, (request, column), column < words)
-        flag_ref[request] = (jnp.max(word & BIT_NONFINITE) > 0) & (valid_ref[request] > 0)
+        broken = count_true(word & BIT_NONFINITE != 0) > 0
+        flag_ref[request] = broken & (valid_ref[request] > 0)
 
-    @pl.when(first & (request == 0))
-    def _():
-        count = shapes.batch * words
-        flat = jnp.arange(power_of_two(count), dtype=jnp.int32)
+    def report_all():
+        size = shapes.batch * words
+        flat = jnp.arange(power_of_two(size), dtype=jnp.int32)
         width = jnp.int32(words)
-        word = load(word_ref, (lax.div(flat, width), lax.rem(flat, width)), flat < count)
-        health_ref[0] = jnp.max(word & BIT_PAGE).astype(jnp.uint32)
+        word = load(word_ref, (lax.div(flat, width), lax.rem(flat, width)), flat < size)
+        wrong = count_true(word & BIT_PAGE != 0) > 0
+        health_ref[0] = bit(wrong, BIT_PAGE).astype(jnp.uint32)
+
+    lax.cond(vector < shapes.vectors, combine, lambda: None)
+    extra = vector == shapes.vectors
+    lax.cond(extra & (cut == 0), report, lambda: None)
+    lax.cond(extra & (cut == pl.num_programs(2) - 1) & (request == 0), report_all, lambda: None)
 
 
 def attend_pages(
@@ -192,7 +200,7 @@ def launch_tiles(
         partial(_combine_kernel, shapes=shapes, columns=columns),
         part, lse, words, valid,
         name="mla_combine",
-        grid=(vectors, batch, padded // columns),
+        grid=(vectors + 1, batch, padded // columns),  # the last one reports
         out_shape=(
             jax.ShapeDtypeStruct((batch, vectors, shapes.latent), q.dtype),
             jax.ShapeDtypeStruct((batch,), jnp.bool_),

@@ -84,8 +84,11 @@ def _attend(
     batch, rows, heads, _ = q.shape
     page = pages.shape[1]
     per_group = min(-(-GROUP_POSITIONS // page), page_table.shape[1])
-    page_table = jnp.pad(page_table, ((0, 0), (0, -page_table.shape[1] % per_group)))
-    seen = jnp.clip(seen, 0, page_table.shape[1] * page)
+    missing = -page_table.shape[1] % per_group
+    seen = jnp.clip(seen, 0, (page_table.shape[1] + missing) * page)
+    # With a group to spare no group is known ahead, and its pages are read inside the loop. Read
+    # before it, XLA fuses the write of a single row into the read, and copies the pool for that.
+    page_table = jnp.pad(page_table, ((0, 0), (0, missing + per_group)))
     precision = lax.Precision.HIGHEST if q.dtype == jnp.float32 else None
 
     def body(group, carry):
@@ -102,7 +105,10 @@ def _attend(
         shift = jnp.where(new_top == -jnp.inf, 0.0, new_top)
         weight = jnp.exp(scores - shift[..., None])
         rescale = jnp.exp(top - shift)
-        values = _dot("bthn,bnl->bthl", weight.astype(q.dtype), cached[..., :latent], precision)
+        # A later row of the step may hold NaN too. Who sees it has it in the scores.
+        value = cached[..., :latent]
+        value = jnp.where(jnp.isfinite(value), value, 0)
+        values = _dot("bthn,bnl->bthl", weight.astype(q.dtype), value, precision)
         total = total * rescale + jnp.sum(weight, axis=-1)
         return new_top, total, acc * rescale[..., None] + values
 

@@ -95,6 +95,22 @@ class TestDecode:
         assert_same_bits(out[::2], clean[::2])
         assert health == 0
 
+    def test_a_nan_in_a_draft_row_stays_there(self, decode, impl):
+        """The last row's latents: the rows before it, of every request, do not see them."""
+        ops, arrays = decode
+        clean, _, _ = ops[impl](arrays)
+        last = int(arrays["lengths"][1]) - 1
+        page_size = arrays["pages"].shape[1]
+        page = arrays["page_table"][1, last // page_size]
+        for value in (jnp.nan, jnp.inf):
+            pages = arrays["pages"].at[page, last % page_size].set(value)
+            out, flags, health = ops[impl]({**arrays, "pages": pages})
+            assert_same_bits(out[::2], clean[::2])
+            assert_same_bits(out[1, :-1], clean[1, :-1])
+            assert not np.isfinite(out[1, -1]).any()
+            assert np.asarray(flags).tolist() == [False, True, False]
+            assert health == 0
+
     @pytest.mark.parametrize("page", [-1, 10**6])
     def test_a_bad_page_in_use_sets_its_bit(self, decode, impl, page):
         ops, arrays = decode
@@ -136,6 +152,25 @@ def test_prefill_ignores_padding_rows_and_null_requests(impl):
     assert not np.asarray(out)[padding].any()
     assert_same_bits(out[1:], clean[1:])
     assert not np.asarray(flags).any()
+    assert health == 0
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_prefill_rows_do_not_see_a_later_nan(impl):
+    """Latents of row 7: finite before it, NaN from it on."""
+    case = select("mla_prefill", "tiny")[1]
+    arrays = made(case, jnp.float32)
+    op = jax.jit(bind(case, impl))
+    clean, _, _ = op(arrays)
+    position = int(arrays["starts"][0]) + 7
+    page_size = arrays["pages"].shape[1]
+    page = arrays["page_table"][0, position // page_size]
+    pages = arrays["pages"].at[page, position % page_size].set(jnp.nan)
+    out, flags, health = op({**arrays, "pages": pages})
+    assert_same_bits(out[0, :7], clean[0, :7])
+    assert_same_bits(out[1], clean[1])
+    assert not np.isfinite(out[0, 7 : arrays["lengths"][0]]).any()
+    assert np.asarray(flags).tolist() == [True, False]
     assert health == 0
 
 
