@@ -23,12 +23,16 @@ import jax
 from jax import sharding
 
 from pallas_kernels.aot_compile import LDS_BYTES
+from pallas_kernels.target import traced_for
 
 ARCHS = ("gfx950", "gfx942")
-DOT_OPS = {"linear", "route", "moe_mxfp4", "kda_prefill", "mla_decode", "mla_prefill"}
+DOT_OPS = {
+    "attn_res", "choose_beside", "kda_prefill", "linear", "linears", "mla_absorb", "mla_decode",
+    "mla_prefill", "mla_values", "moe_mono", "moe_mxfp4", "route",
+}  # fmt: skip
 COLUMNS = (
-    "programs", "warps", "vgprs", "agprs", "spills", "scratch", "lds", "mfma", "code", "waves",
-    "load_bytes",
+    "programs", "warps", "vgprs", "agprs", "spills", "scratch", "lds", "mfma", "fp4", "code",
+    "waves", "load_bytes",
 )  # fmt: skip
 
 
@@ -145,8 +149,10 @@ def compile_function(
 ) -> list[dict]:
     """One row per kernel of `function` and architecture: name, arch, grid, warps, resources."""
     rows = []
-    for kernel in triton_kernels(lower_rocm(function, *args)):
-        for arch in archs:
+    for arch in archs:
+        with traced_for(arch):  # a function of its own, or jit would take what it traced before
+            lowered = lower_rocm(functools.partial(function), *args)
+        for kernel in triton_kernels(lowered):
             row = {
                 "kernel": kernel.name,
                 "arch": arch,

@@ -9,6 +9,7 @@ import json
 import os
 import re
 import sys
+from typing import Any
 
 WAVE = 64
 SIMDS = 4
@@ -52,11 +53,31 @@ def resources(assembly: str, arch: str, warps: int, lds: int) -> dict:
         "scratch": field(assembly, "private_segment_fixed_size"),
         "lds": lds,
         "mfma": len(re.findall(r"^\s+v_(?:s?mfma)", assembly, re.MULTILINE)),
+        "fp4": len(re.findall(r"^\s+v_cvt_scalef32_pk_\w+_fp4", assembly, re.MULTILINE)),
         "code": int(code.group(1)) if code else 0,
         "waves": waves,
         "load_bytes": max(loads, default=0),
         "loads": {str(width): count for width, count in sorted(loads.items())},
     }
+
+
+def simplify(path: str, target: Any, options: dict) -> None:
+    """Run the passes over Triton IR that `triton.compile` skips for a file, in place.
+
+    XLA runs them too; without them loops keep what they could hoist, and kernels spill.
+    """
+    from triton._C.libtriton import ir
+    from triton.compiler import make_backend
+
+    backend = make_backend(target)
+    context = ir.context()
+    ir.load_dialects(context)
+    backend.load_dialects(context)
+    module = ir.parse_mlir_module(path, context)
+    module.context = context
+    module = backend.make_ttir(module, {}, backend.parse_options(dict(options)))
+    with open(path, "w") as file:
+        file.write(str(module))
 
 
 def compile_one(request: dict) -> dict:
@@ -69,6 +90,7 @@ def compile_one(request: dict) -> dict:
     options = {"num_warps": request["warps"], "num_stages": request["stages"]}
     target = GPUTarget("hip", request["arch"], WAVE)
     try:
+        simplify(request["path"], target, options)
         kernel = triton.compile(request["path"], target=target, options=options)
     except (RuntimeError, ValueError, AssertionError) as error:
         return {"error": f"{type(error).__name__}: {error}"}

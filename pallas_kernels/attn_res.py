@@ -1,4 +1,8 @@
-"""Attention residuals (AttnRes): a softmax mix of the block snapshots and the running sum."""
+"""Attention residuals (AttnRes): a softmax mix of the block snapshots and the running sum.
+
+A vector's score is its product with query_norm * query_proj, over its root mean square; what is
+mixed is the vectors as they are. Source: Kimi-K3's released model.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +29,7 @@ def attn_res(
     query_proj: jax.Array,  # [D]
     norm: jax.Array,  # [D]
     *,
-    delta: jax.Array | None = None,  # [W, D]
+    delta: jax.Array | None = None,  # [W, D], of any floating dtype
     eps: float,
     impl: Impl,
 ) -> tuple[jax.Array, jax.Array]:

@@ -16,27 +16,43 @@ from jax import lax
 
 from pallas_kernels.activation import Activation
 from pallas_kernels.attn_res import attn_res
-from pallas_kernels.cases import Case
+from pallas_kernels.cases import HEAD_DIM, Case
 from pallas_kernels.impl import Impl
 from pallas_kernels.kda_decode import kda_decode
 from pallas_kernels.kda_prefill import kda_prefill
-from pallas_kernels.kda_types import KdaCache, KdaPending, KdaRows, KdaWeights
+from pallas_kernels.kda_types import (
+    TAPS,
+    KdaCache,
+    KdaPending,
+    KdaRows,
+    KdaWeights,
+    ring_rows,
+)
 from pallas_kernels.linear import linear
+from pallas_kernels.linears import Projection, linears
 from pallas_kernels.mla import mla_decode, mla_prefill
-from pallas_kernels.moe import moe, moe_mxfp4, route
+from pallas_kernels.mla_heads import mla_absorb, mla_values
+from pallas_kernels.moe import choose_beside, moe, moe_mxfp4, route
+from pallas_kernels.moe_mono import LatentMoeWeights, moe_mono, moe_mono_control
 from pallas_kernels.moe_types import DenseBank, Mxfp4Bank
+from pallas_kernels.norm import Unnormed
 
 EPS = 1e-5
 OPS: Mapping[str, Callable[..., Any]] = {
     "linear": linear,
+    "linears": linears,
     "attn_res": attn_res,
     "route": route,
+    "choose_beside": choose_beside,
     "moe": moe,
     "moe_mxfp4": moe_mxfp4,
+    "moe_mono": moe_mono,
     "kda_decode": kda_decode,
     "kda_prefill": kda_prefill,
+    "mla_absorb": mla_absorb,
     "mla_decode": mla_decode,
     "mla_prefill": mla_prefill,
+    "mla_values": mla_values,
 }
 
 
@@ -98,14 +114,26 @@ def options(case: Case) -> dict[str, Any]:
             return {"eps": EPS, "activation": _activation(dims.get("activation"))}
         case "attn_res":
             return {"eps": EPS}
-        case "route":
+        case "linears" | "mla_absorb" | "mla_values":
+            return {}
+        case "route" | "choose_beside":
             return {name: dims[name] for name in ("top_k", "scaling", "renormalize")}
         case "moe" | "moe_mxfp4":
             return {"activation": _activation(dims["activation"])}
-        case "kda_decode" | "kda_prefill":
+        case "moe_mono":
+            names = ("scaling", "renormalize")
+            return {
+                "top_k": dims["J"],
+                "activation": _activation(dims["activation"]),
+                **{name: dims[name] for name in names},
+            }
+        case "kda_decode":
+            norm = not dims.get("unnormed", False)
+            return {"lower_bound": dims["lower_bound"], "norm_eps": EPS, "norm": norm}
+        case "kda_prefill":
             return {"lower_bound": dims["lower_bound"], "norm_eps": EPS}
         case "mla_decode" | "mla_prefill":
-            return {"latent": dims["L"], "scale": (128 + dims["R"]) ** -0.5}
+            return {"latent": dims["L"], "scale": (HEAD_DIM + dims["R"]) ** -0.5}
     raise ValueError(f"no op {case.op!r}")
 
 
@@ -114,18 +142,29 @@ def _activation(kind: Any) -> Activation | None:
 
 
 def _sizes(case: Case) -> dict[str, Any]:
-    static = ("top_k", "scaling", "renormalize", "lower_bound")
+    static = ("top_k", "scaling", "renormalize", "lower_bound", "unnormed")
     return {name: value for name, value in case.dims.items() if name not in static}
 
 
-def _linear(random, W, K, N, norm=False, activation=None, add=False):
+def _linear(random, W, K, N, norm=False, activation=None, add=False, runs=0, pieces=0):
     columns = N // 2 if activation else N
+    x = random.normal(W, K)
     return {
-        "x": random.normal(W, K),
+        "x": Unnormed(x, 1.0 + random.wide(W, runs, pieces) ** 2) if runs else x,
         "weight": random.normal(N, K, scale=K**-0.5),
         "norm": random.gain(K) if norm else None,
         "add": random.normal(W, columns) if add else None,
     }
+
+
+def _linears(random, W, K, widths, gated=0):
+    def projection(parts, **static):
+        columns = sum(parts)
+        return Projection(random.normal(columns, K, scale=K**-0.5), widths=parts, **static)
+
+    situ = _activation("situ")
+    last = [Projection(random.normal(2 * gated, K, scale=K**-0.5), situ)] if gated else []
+    return {"x": random.normal(W, K), "projections": (*map(projection, widths), *last)}
 
 
 def _attn_res(random, M, count, W, D, delta):
@@ -145,6 +184,16 @@ def _route(random, W, D, E):
         "x": random.normal(W, D),
         "weight": random.normal(E, D, scale=D**-0.5),
         "bias": random.wide(E, scale=0.1),
+    }
+
+
+def _choose_beside(random, W, E, K, N):
+    return {
+        "logits": random.wide(W, E),
+        "bias": random.wide(E, scale=0.1),
+        "x": random.normal(W, K),
+        "weight": random.normal(N, K, scale=K**-0.5),
+        "rows": (jnp.arange(W, dtype=jnp.int32) % 5 != 4).astype(jnp.int32),
     }
 
 
@@ -176,14 +225,32 @@ def _moe_mxfp4(random, W, Z, E, I, J, activation):
     return {**_rows_of_experts(random, W, Z, E, J), "bank": bank}
 
 
+def _moe_mono(random, W, D, Z, E, I, J, S, activation):
+    x = random.normal(W, D)
+    weights = LatentMoeWeights(
+        router=random.normal(E, D, scale=D**-0.5),
+        bias=random.wide(E, scale=0.1),
+        down=random.normal(Z, D, scale=D**-0.5),
+        shared_gate_up=random.normal(2 * S, D, scale=D**-0.5),
+        shared_down=random.normal(D, S, scale=S**-0.5),
+        bank=_moe_mxfp4(random, W, Z, E, I, J, activation)["bank"],
+    )
+    live = jnp.ones(W, bool)
+    return {
+        "x": x,
+        "live": live,
+        "weights": weights,
+        "control": moe_mono_control(x, weights, top_k=J),
+    }
+
+
 def _kda_common(random, B, T, S, Q, H, K, V):
     channels = H * (2 * K + V)
+    ring = ring_rows(Q)
     pending = KdaPending(
-        conv=random.normal(S, Q, channels),
-        key=random.normal(S, Q, H, K, scale=K**-0.5),
-        value=random.normal(S, Q, H, V),
-        decay=-5.0 * jax.nn.sigmoid(random.wide(S, Q, H, K, scale=2.0)),
-        beta=jax.nn.sigmoid(random.wide(S, Q, H)),
+        key=random.normal(S, ring, H, K, scale=K**-0.5),
+        update=random.wide(S, ring, H, V),
+        decay=-5.0 * jax.nn.sigmoid(random.wide(S, ring, H, K, scale=2.0)),
     )
     return {
         "rows": KdaRows(
@@ -193,21 +260,24 @@ def _kda_common(random, B, T, S, Q, H, K, V):
             gate=random.normal(B, T, H * V),
         ),
         "weights": KdaWeights(
-            conv=random.wide(channels, 4, scale=0.5),
+            conv=random.wide(TAPS, channels, scale=0.5),
             a_log=random.wide(H, scale=0.5),
             dt_bias=random.wide(H * K, scale=0.5) - 1.0,
             o_norm=1.0 + random.wide(V, scale=0.1),
         ),
-        "cache": KdaCache(random.normal(S, 3, channels), random.wide(S, H, K, V), pending),
+        "cache": KdaCache(random.normal(S, ring, channels), random.wide(S, H, V, K), pending),
         "slots": _scattered(S - 1)[:B],
+        "starts": random.integers(B, low=Q, high=1000),
         "accepted": random.integers(B, low=0, high=Q + 1),
     }
 
 
 def _kda_prefill(random, B, T, H, K, V):
+    common, fresh = _kda_common(random, B, T, B + 2, 4, H, K, V), jnp.arange(B) % 2 == 0
     return {
-        **_kda_common(random, B, T, B + 2, 4, H, K, V),
-        "fresh": jnp.arange(B) % 2 == 0,
+        **common,
+        "starts": jnp.where(fresh, 0, common["starts"]),
+        "fresh": fresh,
         "lengths": T - jnp.arange(B, dtype=jnp.int32) * (T // 3),
     }
 
@@ -218,6 +288,21 @@ def _mla(random, B, T, H, L, R, page, context):
         "q": random.normal(B, T, H, L + R),
         "pages": random.normal(1 + B * max_pages, page, L + R),
         "page_table": _scattered(B * max_pages).reshape(B, max_pages),
+    }
+
+
+def _mla_absorb(random, W, H, N, R, L):
+    return {
+        "query": random.normal(W, H * (N + R)),
+        "w_uk": random.normal(H, N, L, scale=N**-0.5),
+    }
+
+
+def _mla_values(random, W, H, V, L):
+    return {
+        "mixed": random.normal(W, H, L),
+        "w_uv": random.normal(H, V, L, scale=L**-0.5),
+        "gate": random.normal(W, H * V),
     }
 
 
@@ -237,12 +322,17 @@ def _mla_prefill(random, B, T, H, L, R, page, start):
 
 _INPUTS: Mapping[str, Callable[..., dict[str, Any]]] = {
     "linear": _linear,
+    "linears": _linears,
     "attn_res": _attn_res,
     "route": _route,
+    "choose_beside": _choose_beside,
     "moe": _moe,
     "moe_mxfp4": _moe_mxfp4,
+    "moe_mono": _moe_mono,
     "kda_decode": _kda_common,
     "kda_prefill": _kda_prefill,
+    "mla_absorb": _mla_absorb,
     "mla_decode": _mla_decode,
     "mla_prefill": _mla_prefill,
+    "mla_values": _mla_values,
 }

@@ -7,6 +7,8 @@ touches it passes through this module, so that another backend means another ver
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as backend
@@ -72,3 +74,37 @@ def mesh(*indices: Any) -> tuple[Any, ...]:
         place = len([axis for axis in spread if getattr(axis, "ndim", 0)])
         spread.append(lax.broadcast_in_dim(index, shape, (place,)))
     return tuple(spread)
+
+
+def fetch_add(ref: Any, index: Any, value: Any, *, interpret: bool) -> Any:
+    """Add to one i32 word, atomically, acquiring and releasing; return what it held before.
+
+    Interpretation runs one program after another, so plain reading and writing is the same there.
+    """
+    if not interpret:
+        return backend.atomic_add(ref, (index,), value)
+    old = ref[index]
+    ref[index] = old + value
+    return old
+
+
+def fetch_or(ref: Any, index: Any, value: Any, *, interpret: bool) -> Any:
+    """Set bits of one i32 word, atomically, acquiring and releasing; return what it held before."""
+    if not interpret:
+        return backend.atomic_or(ref, (index,), value)
+    old = ref[index]
+    ref[index] = old | value
+    return old
+
+
+def pause(value: Any) -> Any:
+    """Return an i32 scalar after some 200 ns, on NVIDIA GPUs."""
+    lanes = jnp.broadcast_to(value, (32,))  # the assembly takes no scalar
+    [lanes] = inline_asm(
+        "nanosleep.u32 200; mov.b32 $0, $1;",
+        args=[lanes],
+        constraints="=r,r",
+        pack=1,
+        result_shape_dtypes=[jax.ShapeDtypeStruct(lanes.shape, lanes.dtype)],
+    )
+    return jnp.max(lanes)

@@ -135,10 +135,10 @@ def mxfp4(packed, scales):
 
 
 def kda_step(state, key, value, log_decay, beta):
-    """One row: state [H, K, V]."""
-    state = np.exp(log_decay)[..., None] * state
-    delta = beta[:, None] * (value - np.einsum("hkv,hk->hv", state, key))
-    return state + key[..., None] * delta[:, None, :]
+    """One row: state [H, V, K] -> (state, update [H, V])."""
+    state = np.exp(log_decay)[:, None, :] * state
+    update = beta[:, None] * (value - np.einsum("hvk,hk->hv", state, key))
+    return state + update[..., None] * key[:, None, :], update
 
 
 def kda_inputs(rows, window, weights, lower_bound):
@@ -147,7 +147,7 @@ def kda_inputs(rows, window, weights, lower_bound):
     key_width = len(weights.dt_bias)
     extended = np.concatenate([window, rows.qkv])
     length = len(rows.qkv)
-    mixed = silu(sum(extended[tap : tap + length] * weights.conv[:, tap] for tap in range(4)))
+    mixed = silu(sum(extended[tap : tap + length] * weights.conv[tap] for tap in range(4)))
     query, key, value = np.split(mixed, [key_width, 2 * key_width], axis=1)
     query, key = query.reshape(length, heads, -1), key.reshape(length, heads, -1)
     query = query / np.sqrt((query**2).sum(-1, keepdims=True) + 1e-6) * query.shape[-1] ** -0.5
@@ -162,29 +162,33 @@ def kda_inputs(rows, window, weights, lower_bound):
 
 
 def kda_tokens(rows, window, state, weights, lower_bound, eps):
-    """Run one request's rows; returns (out [T, H*V], window, state)."""
-    out = np.zeros_like(rows.gate)
+    """Run one request's rows; returns (out [T, H*V], window, state, updates [T, H, V])."""
+    out, updates = np.zeros_like(rows.gate), []
     inputs = kda_inputs(rows, window, weights, lower_bound)
-    for row, (query, *update) in enumerate(zip(*inputs, strict=True)):
-        state = kda_step(state, *update)
-        normed = rms(np.einsum("hkv,hk->hv", state, query), weights.o_norm, eps)
+    for row, (query, *parts) in enumerate(zip(*inputs, strict=True)):
+        state, update = kda_step(state, *parts)
+        updates.append(update)
+        normed = rms(np.einsum("hvk,hk->hv", state, query), weights.o_norm, eps)
         out[row] = normed.reshape(-1) * sigmoid(rows.gate[row])
-    return out, np.concatenate([window, rows.qkv])[-3:], state
+    return out, np.concatenate([window, rows.qkv])[-3:], state, np.array(updates)
 
 
-def kda_replay(cache, slot, accepted):
-    """Window and state of a slot after its accepted pending rows."""
+def kda_window(conv, start):
+    """The raw rows before position `start` of a slot's ring conv [R, C]: [3, C]."""
+    positions = np.arange(start - 3, start)
+    return np.where(positions[:, None] < 0, 0, conv[positions % len(conv)])
+
+
+def kda_replay(cache, slot, start, accepted):
+    """Window and state of a slot after its accepted pending rows, the last before `start`."""
     pending, state = cache.pending, cache.state[slot]
-    count = np.clip(accepted, 0, pending.beta.shape[1])
-    for row in range(count):
-        state = kda_step(
-            state,
-            *(
-                leaf[slot, row]
-                for leaf in (pending.key, pending.value, pending.decay, pending.beta)
-            ),
-        )
-    return np.concatenate([cache.conv[slot], pending.conv[slot]])[count : count + 3], state
+    ring = len(cache.conv[slot])
+    count = np.clip(accepted, 0, min(ring // 2, ring - 3))
+    for position in range(start - count, start):
+        at = slot, position % ring
+        state = np.exp(pending.decay[at])[:, None, :] * state
+        state = state + pending.update[at][..., None] * pending.key[at][:, None, :]
+    return kda_window(cache.conv[slot], start), state
 
 
 def mla(q, cached, seen, latent, scale):

@@ -63,6 +63,18 @@ def test_no_blocks_mean_the_partial_sum_itself(impl):
     assert_close(normed, oracles.rms(wide(part), wide(arrays["norm"]), EPS), jnp.float32, 128)
 
 
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("name", ["part", "delta", "blocks"])
+def test_a_nan_row_stays_alone_and_is_seen(name, impl):
+    case = select("attn_res", "tiny")[1]
+    arrays = made(case, jnp.float32)
+    lead = (0,) if name == "blocks" else ()
+    arrays[name] = arrays[name].at[(*lead, 2, 7)].set(jnp.nan)
+    normed, _ = jax.jit(bind(case, impl))(arrays)
+    finite = np.isfinite(normed).all(axis=1)
+    np.testing.assert_array_equal(finite, np.arange(case.dims["W"]) != 2)
+
+
 def test_misfit_shapes_are_refused():
     ones = jnp.ones(8)
     with pytest.raises(ValueError, match=r"\(3, 4, 8\), \(5, 8\)"):

@@ -34,8 +34,8 @@ def widened(arrays, dtype):
 @pytest.mark.parametrize("case", [*measured("linear"), *measured("moe_mxfp4")])
 def test_matches_the_reference_in_float32(case, dtype):
     arrays = jax.jit(lambda: inputs(case, dtype))()
-    op = jax.jit(bind(case, "pallas"))
-    expected = jax.jit(bind(case, "reference"))(widened(arrays, dtype))
+    op = jax.jit(lambda arrays: jax.tree.leaves(bind(case, "pallas")(arrays))[0])  # not the health
+    expected = jax.tree.leaves(jax.jit(bind(case, "reference"))(widened(arrays, dtype)))[0]
     terms = case.dims["K"] if case.op == "linear" else case.dims["Z"] + case.dims["I"]
     assert_close(op(arrays), np.asarray(expected, np.float64), dtype, terms)
     assert_same_bits(op(arrays), op(arrays))
@@ -51,6 +51,23 @@ def test_attn_res_matches_the_reference_in_float32(case, dtype):
     expected = jax.jit(bind(case, "reference"))(widened(arrays, dtype))
     for found, wanted in zip(actual, expected, strict=True):
         assert_close(found, np.asarray(wanted, np.float64), dtype, case.dims["D"])
+
+
+LAUNCHES = [
+    case for op in ("linears", "choose_beside", "mla_absorb", "mla_values") for case in measured(op)
+]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("case", LAUNCHES)
+def test_launches_of_a_layer_match_the_reference_in_float32(case, dtype):
+    arrays = jax.jit(lambda: inputs(case, dtype))()
+    actual = jax.tree.leaves(jax.jit(bind(case, "pallas"))(arrays))
+    expected = jax.tree.leaves(jax.jit(bind(case, "reference"))(widened(arrays, dtype)))
+    terms = case.dims.get("K") or case.dims["L"]
+    for found, wanted in zip(actual, expected, strict=True):
+        assert_close(found, np.asarray(wanted, np.float64), dtype, terms)
 
 
 @pytest.mark.gpu

@@ -91,26 +91,21 @@ def test_kda(weights, recorded, impl):
     decay = linear(linear(x, matrix("f_a_proj"), impl=impl), matrix("f_b_proj"), impl=impl)[None]
     conv = jnp.concatenate([matrix(f"{name}_conv1d")[:, 0] for name in ("q", "k", "v")])
     small = KdaWeights(
-        conv.astype(jnp.float32),
+        conv.T.astype(jnp.float32),
         weights["1.self_attn.A_log"][:HEADS],
         weights["1.self_attn.dt_bias"],
         matrix("o_norm"),
     )
     channels = 3 * HEADS * DIM
-    pending = KdaPending(
-        jnp.zeros((2, 1, channels)),
-        jnp.zeros((2, 1, HEADS, DIM)),
-        jnp.zeros((2, 1, HEADS, DIM)),
-        jnp.zeros((2, 1, HEADS, DIM)),
-        jnp.zeros((2, 1, HEADS)),
-    )
-    cache = KdaCache(jnp.zeros((2, 3, channels)), jnp.zeros((2, HEADS, DIM, DIM)), pending)
+    pending = KdaPending(*[jnp.zeros((2, 4, HEADS, DIM))] * 3)
+    cache = KdaCache(jnp.zeros((2, 4, channels)), jnp.zeros((2, HEADS, DIM, DIM)), pending)
     one = jnp.ones(1, jnp.int32)
     out, cache, _, _ = kda_prefill(
         KdaRows(jnp.concatenate([q, k, v], axis=2), decay, beta, g),
         small,
         cache,
         one,
+        one * 0,
         one * 0,
         jnp.ones(1, bool),
         lengths=one * len(x),
@@ -119,8 +114,9 @@ def test_kda(weights, recorded, impl):
         impl=impl,
     )
     assert_recorded(out[0], recorded["L1.kda_gated_norm_out"].reshape(len(x), -1))
-    assert_recorded(cache.conv[1], recorded["L1.conv_state_mlx"])
-    assert_recorded(cache.state[1], np.swapaxes(recorded["L1.ssm_state_mlx"], 1, 2))
+    window = cache.conv[1, np.arange(len(x) - 3, len(x)) % 4]
+    assert_recorded(window, recorded["L1.conv_state_mlx"])
+    assert_recorded(cache.state[1], recorded["L1.ssm_state_mlx"])
     assert_recorded(linear(out[0], matrix("o_proj"), impl=impl), recorded["L1.attn_out"])
 
 
@@ -155,7 +151,8 @@ def test_moe(weights, recorded, impl):
         pack_words(both[0]), both[1], pack_words(stacked("w2", "packed")), stacked("w2", "scale")
     )
     z = linear(x, matrix("routed_expert_down_proj"), impl=impl)
-    latent = moe(z, experts, shares, bank, activation=SITU, impl=impl)
+    latent, health = moe(z, experts, shares, bank, activation=SITU, impl=impl)
+    assert health == 0
     assert_recorded(latent, recorded["L1.moe_latent_sum"])
     halves = [matrix(f"shared_experts.{name}_proj") for name in ("gate", "up")]
     shared = linear(x, jnp.concatenate(halves), activation=SITU, impl=impl)
