@@ -210,6 +210,10 @@ def check_tp(config: K3Config, tp: int) -> None:
     ]
     if "dense" in config.ffns:
         sizes.append(("dense inner width", config.dense_inner, tp))
-    wrong = [f"{name} {size} by {part}" for name, size, part in sizes if size % part]
+    wrong = [
+        f"{name} {size} by {part}" + (f" ({tp} x {unit})" if part > tp else "")
+        for name, size, part in sizes
+        if size % part
+    ]
     if wrong:
         raise ValueError(f"tensor parallelism of {tp} does not divide: {', '.join(wrong)}")

@@ -13,7 +13,9 @@ program and one set of shapes: inside it every array is a rank's own part. Two c
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import jax
@@ -42,7 +44,10 @@ def make_mesh(tp: int, devices: Sequence[jax.Device] | None = None) -> Mesh:
     """Mesh of one axis, "tp", over the first `tp` devices; ValueError if there are fewer."""
     devices = jax.devices() if devices is None else devices
     if not 1 <= tp <= len(devices):
-        raise ValueError(f"tensor parallelism of {tp} needs that many devices, have {len(devices)}")
+        raise ValueError(
+            f"tensor parallelism of {tp} needs that many devices, have {len(devices)}; "
+            "JAX_NUM_CPU_DEVICES=N simulates some on a CPU"
+        )
     return jax.make_mesh((tp,), (AXIS,), axis_types=(AxisType.Auto,), devices=devices[:tp])
 
 
@@ -62,14 +67,27 @@ def spmd(function: Callable, mesh: Mesh, in_specs: Any, out_specs: Any) -> Calla
     )
 
 
+_alone = ContextVar("alone", default=False)
+
+
+@contextmanager
+def alone() -> Iterator[None]:
+    """Trace a model that every rank holds whole: `rank()` is 0, `world()` is 1, nothing is sent."""
+    token = _alone.set(True)
+    try:
+        yield
+    finally:
+        _alone.reset(token)
+
+
 def rank() -> jax.Array:
     """This rank's number, i32[]; only inside `spmd`."""
-    return jax.lax.axis_index(AXIS).astype(jnp.int32)
+    return jnp.int32(0) if _alone.get() else jax.lax.axis_index(AXIS).astype(jnp.int32)
 
 
 def world() -> int:
     """Number of ranks; only inside `spmd`."""
-    return jax.lax.axis_size(AXIS)
+    return 1 if _alone.get() else jax.lax.axis_size(AXIS)
 
 
 def psum(x: jax.Array) -> jax.Array:

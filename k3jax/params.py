@@ -49,7 +49,7 @@ PACKED_AXES: dict[str, tuple[str | None, ...]] = {
     "mixer.in_proj": ("heads", None),
     "mixer.f_b": ("heads", None),
     "mixer.g_b": ("heads", None),
-    "mixer.conv": ("heads", None),
+    "mixer.conv": (None, "heads"),
     "mixer.a_log": ("heads",),
     "mixer.dt_bias": ("heads",),
     "mixer.q_b": ("heads", None),
@@ -65,7 +65,6 @@ PACKED_AXES: dict[str, tuple[str | None, ...]] = {
     "moe.w2": (None, None, "experts_inner"),
     "moe.w2_scale": (None, None, "experts_inner"),
 }
-MIXER_RENAMED = {"kv_a_norm": "kv_norm", "o": "o_proj"}
 
 Arrays = Mapping[str, jax.Array]
 Packed = dict[str, Any]
@@ -92,11 +91,11 @@ def _part(logical: Arrays, prefix: str) -> dict[str, jax.Array]:
 
 
 def _pack_kda(kda: Arrays) -> Packed:
-    """in_proj [q|k|v|g or g_a|f_a|b, D] and conv [q|k|v, 4]."""
+    """in_proj [q|k|v|g or g_a|f_a|b, D] and conv [4, q|k|v]."""
     gate = "g" if "g" in kda else "g_a"
     packed = {
         "in_proj": jnp.concatenate([kda[name] for name in ("q", "k", "v", gate, "f_a", "b")]),
-        "conv": jnp.concatenate([kda[f"conv_{name}"] for name in "qkv"]),
+        "conv": jnp.concatenate([kda[f"conv_{name}"] for name in "qkv"]).T,
         "o_proj": kda["o"],
     }
     kept = ("f_b", "g_b", "a_log", "dt_bias", "o_norm")

@@ -67,7 +67,7 @@ def expected_kda(x, rank, tp):
     gate = part("g") if "kda.g" in x else x["kda.g_a"]
     return {
         "in_proj": np.concatenate([part("q"), part("k"), part("v"), gate, x["kda.f_a"], part("b")]),
-        "conv": np.concatenate([part("conv_q"), part("conv_k"), part("conv_v")]),
+        "conv": np.concatenate([part("conv_q"), part("conv_k"), part("conv_v")]).T,
         "o_proj": columns(x["kda.o"], rank, tp),
         "o_norm": x["kda.o_norm"],
         **{name: part(name) for name in ("f_b", "g_b", "a_log", "dt_bias") if f"kda.{name}" in x},
@@ -183,7 +183,7 @@ def test_full_size_shapes(request):
     shapes = packed_shapes(config, 8)
     mixer, ffn = shapes["layers"][1]["mixer"], shapes["layers"][1]["ffn"]
     assert mixer["in_proj"].shape == (8 * (4 * 1536 + 128 + 12), 7168)
-    assert mixer["conv"] == jax.ShapeDtypeStruct((36864, 4), jnp.float32)
+    assert mixer["conv"] == jax.ShapeDtypeStruct((4, 36864), jnp.float32)
     assert ffn["w13"] == jax.ShapeDtypeStruct((896, 6144, 448), jnp.uint32)
     assert ffn["w2_scale"] == jax.ShapeDtypeStruct((896, 3584, 96), jnp.uint8)
     assert shapes["layers"][3]["mixer"]["w_uk"].shape == (96, 128, 512)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import jax
 import numpy as np
 
 from k3jax.cache import CacheSizes
-from k3jax.model.decoder import LayerKernel
+from k3jax.model.decoder import LayerKernel, no_kernel
 
 
 @dataclass(frozen=True)
@@ -20,7 +21,10 @@ class Step:
     requests: int  # B
     rows: int  # T, of each request
     specialized: bool = False
-    masked: bool = False  # takes a grammar's bitmask
+    # Of a specialized step; the other fields say enough to tell steps apart.
+    kernels: Callable[[int], LayerKernel | None] = field(
+        default=no_kernel, repr=False, compare=False
+    )
 
     @property
     def sampled_rows(self) -> int:
@@ -29,7 +33,7 @@ class Step:
 
     def layer(self, index: int) -> LayerKernel | None:
         """The kernel that replaces layer `index` in this step, or None: that layer runs stock."""
-        return None
+        return self.kernels(index)
 
 
 @jax.tree_util.register_dataclass
@@ -43,12 +47,12 @@ class Batch:
 
     slots: Any  # [B]; 0: a null request
     page_updates: Any  # [B * n, 3] (slot, index in its table, page); (0, 0, 0) does nothing
-    drafts: Any = None  # decode [B, T-1]; -1: none. None if T is 1
+    drafts: Any = None  # decode [B, T-1]; -1: none. None: those of the slots, or T is 1
     tokens: Any = None  # prefill [B, T]: the chunk
     rows: Any = None  # prefill [B] valid tokens of it
     final: Any = None  # prefill bool[B]: the prompt ends here, sample
     following: Any = None  # prefill [B]: the prompt's next token, -1 if none; for its logprob
-    bitmask: Any = None  # u32[B, rows sampled, ceil(V / 32)] if masked; a set bit allows
+    bitmask: Any = None  # u32[B, rows sampled, ceil(V / 32)]; a set bit allows. None: all tokens
 
 
 @jax.tree_util.register_dataclass
@@ -69,15 +73,21 @@ class StepOutput:
     prompt_logprobs: jax.Array | None = None  # prefill f32[B, T]: of the token AFTER each row
     prompt_top_ids: jax.Array | None = None  # prefill i32[B, T, 20]
     prompt_top_logprobs: jax.Array | None = None  # prefill f32[B, T, 20]
+    votes: jax.Array | None = None  # u32[ranks, 3] of the fail-stop, every so many steps
+    drafts: jax.Array | None = None  # i32[B, num_spec] for the next step, if there is a drafter
 
 
-def empty_batch(step: Step, sizes: CacheSizes, vocabulary: int) -> Batch:
-    """A batch of null requests in the shapes that `step` was compiled for, to be filled in."""
+def empty_batch(step: Step, sizes: CacheSizes, vocabulary: int, *, masked: bool = False) -> Batch:
+    """A batch of null requests in the shapes that `step` was compiled for, to be filled in.
+
+    With `masked` it has a bitmask, which allows everything.
+    """
     requests, rows = step.requests, step.rows
-    updates = -(-rows // sizes.page_size) + 1  # pages that a request's rows can enter
+    # The pages that a request's rows can enter, or at first a draft model's, which go further.
+    updates = -(-(rows + sizes.pending + 1) // sizes.page_size) + 1
     number = np.zeros(requests, np.int32)
     mask = None
-    if step.masked:
+    if masked:
         words = -(-vocabulary // 32)
         mask = np.full((requests, step.sampled_rows, words), 0xFFFFFFFF, np.uint32)
     batch = {
@@ -86,7 +96,8 @@ def empty_batch(step: Step, sizes: CacheSizes, vocabulary: int) -> Batch:
         "bitmask": mask,
     }
     if step.kind == "decode":
-        drafts = np.full((requests, rows - 1), -1, np.int32) if rows > 1 else None
+        hosted = rows > 1 and not sizes.history  # else a drafter puts them into the slots
+        drafts = np.full((requests, rows - 1), -1, np.int32) if hosted else None
         return Batch(**batch, drafts=drafts)
     return Batch(
         **batch,

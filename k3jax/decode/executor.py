@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import replace
 from typing import Any
@@ -26,38 +26,43 @@ from k3jax.cache import (
     page_bytes,
 )
 from k3jax.config import K3Config
-from k3jax.decode.agreement import agree_on_minimum, refusal
 from k3jax.decode.batch import Batch, Step, StepOutput, empty_batch
 from k3jax.decode.config import DecodeConfig
+from k3jax.decode.failstop import FailStop
+from k3jax.decode.layers import kernel_impl
+from k3jax.decode.reasons import BatchRows, Reason
+from k3jax.decode.sizing import CacheBytes, fit
+from k3jax.decode.specialized import SpecializedDecode
 from k3jax.decode.step import build_step
 from k3jax.model.decoder import abstract_decoder
 from k3jax.parallel import REPLICATED
 from k3jax.params import packed_shapes, packed_specs
 from k3jax.request import SamplingParams
 from k3jax.sampling import sampling_row
+from k3jax.snapshots import Resume, SnapshotPool, snapshot_bytes
+from k3jax.speculative import Drafter
 
 LOGGER = logging.getLogger(__name__)
 RESERVE = 0.04  # of a device's memory, left to collectives, executables and fragmentation
 
 
-def steps_of(decode_config: DecodeConfig) -> tuple[Step, ...]:
-    """Every step that is compiled before serving: prefill buckets, then builds, widest first."""
-    prefill = [Step("prefill", b, t) for b, t in decode_config.prefill_buckets]
-    decode = [Step("decode", b, q) for q, b in decode_config.builds]
-    return tuple(
-        step
-        for kind in (prefill, decode)
-        for step in sorted(kind, key=lambda step: (-step.requests * step.rows, step.rows))
-    )
+def stock_builds(decode_config: DecodeConfig) -> tuple[Step, ...]:
+    """The decode steps of the stock path."""
+    return tuple(Step("decode", requests, rows) for rows, requests in decode_config.builds)
+
+
+def widest_first(steps: Iterable[Step]) -> tuple[Step, ...]:
+    """The steps in the order in which they are compiled."""
+    return tuple(sorted(steps, key=lambda step: (-step.requests * step.rows, step.rows)))
 
 
 class Executor:
     """Runs steps; nothing is compiled after the constructor returns.
 
     `params` is the packed tree on `mesh`; it belongs to the executor from now on. `progress` is
-    told in words what is being done. Raises ValueError if the parameters do not fit the config or
-    the memory does not hold one request of `max_context` tokens, or if it must be specialized
-    decode: every step runs the stock path so far, which is what `auto` comes to.
+    told in words what is being done. Raises ValueError if the parameters do not fit the config, if
+    the memory does not hold one request of `max_context` tokens, or if decode must be specialized
+    and cannot be.
     """
 
     def __init__(
@@ -67,90 +72,194 @@ class Executor:
         decode_config: DecodeConfig,
         mesh: Mesh,
         *,
+        drafter: Drafter | None = None,
         progress: Callable[[str], None] = LOGGER.info,
     ):
+        if (drafter is None) != (decode_config.drafter == "none"):
+            raise ValueError(f"drafter is {decode_config.drafter}, but the one given {drafter}")
         if mesh.size != decode_config.tp:
             raise ValueError(f"tp is {decode_config.tp}, but the mesh has {mesh.size} devices")
-        if decode_config.decode_backend == "specialized":
-            raise refusal("any model", ["layer kernels are not wired into steps yet"])
         check_params(params, config, decode_config.tp)
         self.params, self.config, self.decode_config = params, config, decode_config
-        self.mesh, self.progress = mesh, progress
+        self.mesh, self.progress, self.drafter = mesh, progress, drafter
         self.compilations = 0
-        self.graph, _ = abstract_decoder(
-            config, decode_config.tp, decode_config.impl, decode_config.dtype
-        )
-        self.steps = steps_of(decode_config)
+        self._compiled: dict[Step, Compiled] = {}
+        self._generation = 0
+        self.specialized = SpecializedDecode(params, config, decode_config, mesh, say=progress)
+        prefill = (Step("prefill", b, t) for b, t in decode_config.prefill_buckets)
+        decode = self.specialized.steps or stock_builds(decode_config)
+        self.steps = (*widest_first(prefill), *widest_first(decode))
         self.sizes = self._choose_sizes()
-        self._compiled = self._compile_all()
-        self.cache: Cache = make_cache(config, self.sizes, decode_config.dtype, mesh)
-        self._admit = self._compile_admit()
+        self._compile(self.steps)
+        for line in self.specialized.describe():
+            progress(line)
+        self.failstop = FailStop(mesh, decode_config.check_every, decode_config.fault)
         self.health = jax.device_put(np.uint32(0), NamedSharding(mesh, REPLICATED))
+        self._bitmasks = self._all_tokens()
+        self.prepare_kv(self.make_cache(self.sizes))
+        self._admit = self._compile_admit()
+        self._pool = self._make_pool()
+
+    @property
+    def cache(self) -> Cache:
+        """What the next step takes. Kernels are not bound to one that was assigned here."""
+        return self._cache
+
+    @cache.setter
+    def cache(self, cache: Cache) -> None:
+        self._cache = cache
+        self._generation += 1
+
+    def prepare_kv(self, cache: Cache) -> bool:
+        """Go on with another cache of the same sizes, and bind the layer kernels to it.
+
+        Returns whether they are bound. Where they are refused, decode steps run on the stock path,
+        which is compiled now if it was not; under the backend `specialized` ValueError says why.
+        """
+        self.cache = cache
+        bound = self.specialized.prepare_kv(cache, self.sizes, self._generation)
+        if not bound and not self.specialized.required:
+            self._compile(stock_builds(self.decode_config))
+        return bound
+
+    def plan(self, batch: BatchRows) -> Step | None:
+        """The specialized step for these rows, or None: the stock path runs them, see `reason`.
+
+        RuntimeError if it may not (backend `specialized`).
+        """
+        return self.specialized.plan(batch, self._generation)
+
+    def reason(self, batch: BatchRows) -> Reason | None:
+        """Why these rows run on the stock path."""
+        return self.specialized.reason(batch, self._generation)
 
     def admit(self, slot: int, init: SlotInit) -> None:
         """Give a slot in [1, slots) to a new request; it must not be in a step that runs later."""
         if not 1 <= slot < self.sizes.slots:
             raise ValueError(f"slot {slot} lies outside [1, {self.sizes.slots - 1}]")
-        slots = self._admit(self.cache.slots, np.int32(slot), init)
-        self.cache = replace(self.cache, slots=slots)
+        slots = self._admit(self._cache.slots, np.int32(slot), init)
+        self._cache = replace(self._cache, slots=slots)
+
+    def save(self, slot: int, position: int, number: int) -> None:
+        """Take a snapshot of a slot at a position among its pending rows, into the pool."""
+        order = np.array([slot, position, number], np.int32)
+        self.health = self._snapshots.save(self._cache, self.health, order)
+
+    def resume(self, order: Resume) -> None:
+        """Let a slot that was just admitted go on from a snapshot."""
+        self._cache = self._snapshots.resume(self._cache, order)
+
+    @property
+    def _snapshots(self) -> SnapshotPool:
+        if self._pool is None:
+            raise ValueError("there is no pool of snapshots: prefix_cache is 0, or too small")
+        return self._pool
 
     def run(self, step: Step, batch: Batch) -> StepOutput:
         """Dispatch one step and return its results as arrays that may still be on their way.
 
-        The batch's arrays must not change until they have arrived. Raises ValueError if the step is
-        none of `steps`.
+        The batch's arrays must not change until they have arrived. Raises ValueError if the step
+        was not compiled, RuntimeError if it is specialized and parameters or cache were exchanged.
         """
         compiled = self._compiled.get(step)
         if compiled is None:
-            raise ValueError(f"{step} was not compiled; there are {list(self.steps)}")
-        self.cache, output, self.health = compiled(self.params, self.cache, batch, self.health)
-        return output
+            raise ValueError(f"{step} was not compiled; there are {list(self._compiled)}")
+        if step.specialized:
+            self.specialized.check(self.params, self._generation)
+        health = self.failstop.inject(self.health)
+        cache = self.failstop.poison(self._cache, int(batch.slots[0]))
+        if batch.bitmask is None:
+            batch = replace(batch, bitmask=self._bitmasks[step.requests, step.sampled_rows])
+        self._cache, output, self.health = compiled(self._weights, cache, batch, health)
+        return replace(output, votes=self.failstop.after_step(output.health))
 
     def empty_batch(self, step: Step) -> Batch:
         """A batch of null requests for `step`, new numpy arrays to be filled in."""
         return empty_batch(step, self.sizes, self.config.vocab_size)
 
-    def _compile_all(self) -> dict[Step, Compiled]:
-        """Every step compiled; tracing holds Python's lock, so only the compilers run abreast."""
+    def _all_tokens(self) -> dict[tuple[int, int], jax.Array]:
+        """The bitmasks of steps without a grammar, which stay on the devices."""
+        whole = NamedSharding(self.mesh, REPLICATED)
+        masks = {}
+        for step in self.steps:
+            batch = empty_batch(step, self.sizes, self.config.vocab_size, masked=True)
+            masks[step.requests, step.sampled_rows] = jax.device_put(batch.bitmask, whole)
+        return masks
+
+    def make_cache(self, sizes: CacheSizes) -> Cache:
+        """An empty cache for these steps."""
+        draft = self._draft_shapes(sizes)
+        return make_cache(self.config, sizes, self.decode_config.dtype, self.mesh, draft)
+
+    @property
+    def _weights(self) -> Any:
+        """The first argument of a step."""
+        return self.params if self.drafter is None else (self.params, self.drafter.params)
+
+    def _draft_shapes(self, sizes: CacheSizes) -> Any:
+        return None if self.drafter is None else self.drafter.shapes(sizes)
+
+    def _compile(self, steps: Sequence[Step]) -> None:
+        """Compile what is missing; only the compilers run abreast, tracing holds Python's lock."""
+        missing = [step for step in steps if step not in self._compiled]
+        begin = time.perf_counter()
         with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
             started = {
-                pool.submit(compile_timed, self._lower(step, self.sizes)): step
-                for step in self.steps
+                pool.submit(compile_timed, self._lower(step, self.sizes)): step for step in missing
             }
-            compiled = {}
-            for future in as_completed(started):
+            for number, future in enumerate(as_completed(started), 1):
                 step = started[future]
-                compiled[step], seconds = future.result()
+                self._compiled[step], seconds = future.result()
                 self.compilations += 1
-                name = f"{step.kind} of {step.requests} x {step.rows}"
-                done = f"{len(compiled)} of {len(started)}"
-                self.progress(f"compiled {name} ({done}) in {seconds:.1f} s")
-            return compiled
+                path = "specialized " if step.specialized else ""
+                name = f"{path}{step.kind} of {step.requests} x {step.rows}"
+                self.progress(f"compiled {name} ({number} of {len(missing)}) in {seconds:.1f} s")
+        if missing:
+            seconds = time.perf_counter() - begin
+            self.progress(f"{len(self._compiled)} executables after {seconds:.1f} s")
 
     def _lower(self, step: Step, sizes: CacheSizes) -> Lowered:
         config, decode_config = self.config, self.decode_config
-        specs = packed_specs(config)
+        # Prefill runs the ops' kernels; what a decode step's layer kernels leave, the stock path.
+        impl = kernel_impl(decode_config, self.mesh) if step.kind == "prefill" else "reference"
+        graph, _ = abstract_decoder(config, decode_config.tp, impl, decode_config.dtype)
+        draft = self._draft_shapes(sizes)
         function = build_step(
-            self.graph, config, decode_config, step, mesh=self.mesh, param_specs=specs
+            graph,
+            config,
+            decode_config,
+            step,
+            mesh=self.mesh,
+            param_specs=packed_specs(config),
+            drafter=self.drafter,
+            draft_shapes=draft,
         )
-        cache = abstract_cache(config, sizes, decode_config.dtype, self.mesh)
-        batch = empty_batch(step, sizes, config.vocab_size)
+        cache = abstract_cache(config, sizes, decode_config.dtype, self.mesh, draft)
+        batch = empty_batch(step, sizes, config.vocab_size, masked=True)
+        batch = replace(batch, bitmask=self._replicated(batch.bitmask))
         health = self._replicated(np.uint32(0))
-        return function.lower(self.params, cache, batch, health)
+        return function.lower(self._weights, cache, batch, health)
 
     def _compile_admit(self) -> Any:
-        whole = jax.tree.map(lambda leaf: leaf.sharding, self.cache.slots)
+        whole = jax.tree.map(lambda leaf: leaf.sharding, self._cache.slots)
         function = jax.jit(admit, donate_argnums=0, out_shardings=whole)
         init = SlotInit(np.int32(0), sampling_row(SamplingParams(), (), 0, 0))
         self.compilations += 1
-        return function.lower(self.cache.slots, np.int32(0), init).compile()
+        return function.lower(self._cache.slots, np.int32(0), init).compile()
+
+    def _make_pool(self) -> SnapshotPool | None:
+        if not self.sizes.prefix.snapshots:
+            return None
+        self.compilations += 2
+        like = (self._cache, self.health)
+        return SnapshotPool(self.config, self.sizes, self.mesh, like, self.drafter)
 
     def _replicated(self, value: Any) -> jax.ShapeDtypeStruct:
         sharding = NamedSharding(self.mesh, REPLICATED)
         return jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=sharding)
 
     def _choose_sizes(self) -> CacheSizes:
-        """Slots as configured; as many pages as the memory holds and the requests can use."""
+        """Slots as configured; as many pages and snapshots as the memory holds."""
         decode_config = self.decode_config
         needed = 1 + decode_config.max_requests * decode_config.max_pages
         sizes = CacheSizes(
@@ -159,46 +268,54 @@ class Executor:
             page_size=decode_config.page_size,
             max_pages=decode_config.max_pages,
             pending=decode_config.pending,
+            history=decode_config.history,
         )
         memory = decode_config.cache_memory
-        if memory is None:
-            memory = self._free_memory(replace(sizes, pages=1 + decode_config.max_pages))
-        if memory is None:
-            return sizes
-        fixed = fixed_bytes(self.config, sizes, decode_config.dtype, decode_config.tp)
-        each = page_bytes(self.config, sizes, decode_config.dtype)
-        pages = agree_on_minimum(
-            max(0, memory - fixed) // each if each else needed, "the number of pages"
+        free = self._profile(replace(sizes, pages=2), measure=memory is None)
+        one = replace(sizes, pages=1)
+        small = abstract_cache(
+            self.config, one, decode_config.dtype, self.mesh, self._draft_shapes(one)
         )
-        if pages < 1 + decode_config.max_pages:
-            raise ValueError(
-                f"cache memory of {memory} bytes holds {fixed} bytes of KDA slots and then "
-                f"{pages} pages of {each} bytes; a request of {decode_config.max_context} tokens "
-                f"needs {1 + decode_config.max_pages}: lower max_requests or max_context"
-            )
-        return replace(sizes, pages=min(pages, needed))
+        each = page_bytes(self.config, sizes, decode_config.dtype)
+        each += 0 if self.drafter is None else self.drafter.page_bytes(sizes)
+        fixed = fixed_bytes(self.config, sizes, decode_config.dtype, decode_config.tp)
+        fixed += sum(
+            leaf.size * leaf.dtype.itemsize
+            for leaf in jax.tree.leaves(self._draft_shapes(replace(sizes, pages=0)))
+        )
+        snapshot = snapshot_bytes(small, self.drafter, decode_config.tp)
+        needs = CacheBytes(fixed, each, snapshot)
+        return fit(decode_config, sizes, needs, free if memory is None else memory)
 
-    def _free_memory(self, profiling: CacheSizes) -> int | None:
-        """Bytes of a device that the cache may take, found by compiling the largest steps.
+    def _profile(self, sizes: CacheSizes, *, measure: bool) -> int | None:
+        """Try the largest steps and the kernels on a small cache, before the real one is made.
 
-        None where the backend does not say how much memory it has (a CPU).
+        Returns the bytes of a device that the cache may take; None where the backend does not say
+        how much memory it has (a CPU), or if nobody wants to `measure`.
         """
-        stats = device_memory(self.mesh)
+        stats = device_memory(self.mesh) if measure else None
+        scratch = 0
+        if stats is not None:
+            kinds = ("prefill", "decode")
+            largest = [next(s for s in self.steps if s.kind == kind) for kind in kinds]
+            scratch = max(self._scratch(step, sizes) for step in largest)
+        if self.specialized.steps:
+            profiling = self.make_cache(sizes)
+            self.specialized.prepare_kv(profiling, sizes, self._generation)
+            del profiling
         if stats is None:
             return None
-        largest = (next(s for s in self.steps if s.kind == kind) for kind in ("prefill", "decode"))
-        scratch = 0
-        for step in largest:
-            analysis = self._lower(step, profiling).compile().memory_analysis()
-            if analysis is None:
-                raise NotImplementedError(
-                    f"this backend does not say what memory {step} needs: set cache_memory"
-                )
-            scratch = max(
-                scratch, analysis.temp_size_in_bytes + analysis.generated_code_size_in_bytes
-            )
         limit, in_use = stats
         return max(0, int(limit * (1 - RESERVE)) - in_use - scratch)
+
+    def _scratch(self, step: Step, sizes: CacheSizes) -> int:
+        """Bytes that a step needs beside its arguments and results."""
+        analysis = self._lower(step, sizes).compile().memory_analysis()
+        if analysis is None:
+            raise NotImplementedError(
+                f"this backend does not say what memory {step} needs: set cache_memory"
+            )
+        return analysis.temp_size_in_bytes + analysis.generated_code_size_in_bytes
 
 
 def device_memory(mesh: Mesh) -> tuple[int, int] | None:

@@ -22,7 +22,14 @@ from k3jax.cache import Cache
 from k3jax.decode.faults import Fault
 from k3jax.parallel import AXIS, REPLICATED, psum, rank, spmd, world
 from pallas_kernels import KdaCache
-from pallas_kernels.health import BIT_DIVERGED, BIT_PAGE, BIT_PLAN, BIT_SLOT, BIT_WAIT
+from pallas_kernels.health import (
+    BIT_DIVERGED,
+    BIT_EXPERT,
+    BIT_PAGE,
+    BIT_PLAN,
+    BIT_SLOT,
+    BIT_WAIT,
+)
 
 MEANINGS = {
     BIT_WAIT: "a wait inside a kernel gave up",
@@ -30,6 +37,7 @@ MEANINGS = {
     BIT_PAGE: "a page beyond the pool",
     BIT_PLAN: "a batch that contradicts the slots",
     BIT_DIVERGED: "ranks that chose different experts",
+    BIT_EXPERT: "an expert beyond the bank",
 }
 FAULT_BITS = {
     "wait": BIT_WAIT,
@@ -42,15 +50,30 @@ BY_RANK = PartitionSpec(AXIS)
 COLUMNS = 3  # of a vote: the word, the step that first showed it, the step of the vote
 
 
+class FailStopError(RuntimeError):
+    """A rank's health word has a bit set."""
+
+
 def describe(word: int) -> str:
     """The bits of a health word in words."""
     return "; ".join(text for bit, text in MEANINGS.items() if word & bit) or "an unknown bit"
 
 
 def check_health(word: int) -> None:
-    """Raise RuntimeError that names the bits of a health word that are set; each is fatal."""
+    """Raise FailStopError that names the bits of a health word that are set; each is fatal."""
     if word:
-        raise RuntimeError(f"health word {word:#x}: {describe(word)}. Restart the engine")
+        raise FailStopError(f"health word {word:#x}: {describe(word)}. Restart the engine")
+
+
+def check_votes(votes: np.ndarray) -> None:
+    """Raise FailStopError if any rank voted u32[ranks, 3] for it; all ranks read the same."""
+    guilty = [(number, *map(int, vote)) for number, vote in enumerate(votes) if vote[0]]
+    if guilty:
+        found = ", ".join(
+            f"rank {number} has health word {word:#x} since step {step} ({describe(word)})"
+            for number, word, step, _ in guilty
+        )
+        raise FailStopError(f"all ranks stop at step {guilty[0][3]}: {found}. Restart the engine")
 
 
 @dataclass
@@ -65,7 +88,7 @@ class FailStop:
     """Follows the health words of this process's ranks and votes on them; steps count from 1.
 
     Call `after_step` once for every executed step, on all ranks, never for a warm-up or a trace.
-    When it returns votes, read them together with that step's tokens and hand them to `check`.
+    When it returns votes, read them together with that step's tokens: see `check_votes`.
     """
 
     def __init__(self, mesh: Mesh, check_every: int, fault: Fault | None = None) -> None:
@@ -91,18 +114,6 @@ class FailStop:
         self._flying.append((self.steps, words))
         self._poll()
         return None if self.steps % self.check_every else self._vote()
-
-    def check(self, votes: np.ndarray) -> None:
-        """Raise RuntimeError if any rank voted u32[ranks, 3] for it; all ranks read the same."""
-        guilty = [(number, *map(int, vote)) for number, vote in enumerate(votes) if vote[0]]
-        if guilty:
-            found = ", ".join(
-                f"rank {number} has health word {word:#x} since step {step} ({describe(word)})"
-                for number, word, step, _ in guilty
-            )
-            raise RuntimeError(
-                f"all ranks stop at step {guilty[0][3]}: {found}. Restart the engine"
-            )
 
     def inject(self, health: jax.Array) -> jax.Array:
         """The word u32[] that the coming step takes: with the fault's bit if it is due."""

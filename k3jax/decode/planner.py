@@ -38,7 +38,8 @@ def plan_step(
     live = chosen > 0
     if step.kind == "decode":
         first = slots.token[chosen][:, None]
-        tokens = first if batch.drafts is None else jnp.concatenate([first, batch.drafts], axis=1)
+        drafts = drafts_of(step, slots, batch)
+        tokens = first if drafts is None else jnp.concatenate([first, drafts], axis=1)
         lowest, count = -1, jnp.where(live, step.rows, 0)  # -1: no draft
         counts_fine = jnp.bool_(True)
     else:
@@ -69,6 +70,14 @@ def plan_step(
         write_offsets=write_offsets.reshape(-1),
     )
     return plan, slots, health
+
+
+def drafts_of(step: Step, slots: Slots, batch: Batch) -> jax.Array | None:
+    """The drafts i32[B, T-1] of a decode step: the host's, if it sent some, else the slots'."""
+    if step.rows == 1 or batch.drafts is not None:
+        return batch.drafts
+    chosen, _ = resolve(batch.slots, slots.length.shape[0])
+    return slots.drafts[chosen][:, : step.rows - 1]
 
 
 def resolve(slots: jax.Array, size: int) -> tuple[jax.Array, jax.Array]:

@@ -22,12 +22,13 @@ from k3jax.cache import Cache, LayerCache, Slots, cache_specs, number_of_pages, 
 from k3jax.config import K3Config
 from k3jax.decode.batch import Batch, Step, StepOutput
 from k3jax.decode.config import DecodeConfig
-from k3jax.decode.planner import plan_step
+from k3jax.decode.planner import drafts_of, plan_step
 from k3jax.model.decoder import Decoder, take_rows
 from k3jax.model.inputs import Residual, StepPlan, Tap, silent
 from k3jax.parallel import REPLICATED, spmd
 from k3jax.request import MAX_LOGPROBS
 from k3jax.sampling import Sampled, observe, prompt_logprobs, sample
+from k3jax.speculative import Drafter, speculate
 
 UNBOUNDED = 2**31 - 1  # pages of a model without MLA layers
 SCORED_ROWS = 128  # prompt rows whose logits exist at a time
@@ -38,6 +39,7 @@ class Forward:
     """A step up to the logits."""
 
     plan: StepPlan
+    drafts: jax.Array | None  # i32[B, T-1] in decode
     residual: Residual
     layers: tuple[LayerCache, ...]
     slots: Slots  # with the batch's page updates
@@ -53,31 +55,40 @@ def build_step(
     *,
     mesh: Mesh,
     param_specs: Any,
+    drafter: Drafter | None = None,
+    draft_shapes: Any = None,
 ) -> jax.stages.Wrapped:
     """The jitted step (params, cache, batch, health u32[]) -> (cache, StepOutput, health).
 
-    `params` is the packed tree of plain dicts; cache and health are donated. NotImplementedError
-    if the step asks for kernels that do not exist.
+    `graph` runs what the step's kernels do not replace. `params` is the packed tree of plain dicts,
+    and with a `drafter` the pair of it and the drafter's; `draft_shapes` is what that keeps. Cache
+    and health are donated.
     """
-    if step.specialized:
-        raise NotImplementedError(f"no layer kernels for {step}; decode backend stock runs it")
 
     def run(
         params: Any, cache: Cache, batch: Batch, health: jax.Array
     ) -> tuple[Cache, StepOutput, jax.Array]:
-        decoder = nnx.merge(graph, params)
+        own, draft_params = (params, None) if drafter is None else params
+        decoder = nnx.merge(graph, own)
         done = forward(decoder, config, decode_config, step, (cache, batch))
         finish = finish_decode if step.kind == "decode" else finish_prefill
         slots, output = finish(decoder, done, batch)
         health = health | done.health
-        return Cache(done.layers, slots), replace(output, health=health), health
+        kept = cache.draft
+        if drafter is not None:
+            said = (output.tokens, output.count)
+            drafted = speculate(drafter, (draft_params, kept), done.plan, slots, said)
+            slots, kept, health = drafted[0], drafted[1], health | drafted[2]
+            output = replace(output, drafts=slots.drafts[done.plan.slots])
+        return Cache(done.layers, slots, kept), replace(output, health=health), health
 
-    specs = cache_specs(config)
+    specs = cache_specs(config, draft_shapes)
+    params_specs = param_specs if drafter is None else (param_specs, REPLICATED)
     return jax.jit(
         spmd(
             run,
             mesh,
-            in_specs=(param_specs, specs, REPLICATED, REPLICATED),
+            in_specs=(params_specs, specs, REPLICATED, REPLICATED),
             out_specs=(specs, REPLICATED, REPLICATED),
         ),
         donate_argnums=(1, 3),
@@ -108,16 +119,19 @@ def forward(
     residual, layers, flags, health = decoder.run(
         residual, cache.layers, plan, kernel=step.layer, tap=tap
     )
-    return Forward(plan, residual, layers, slots, flags, plan_health | health)
+    drafts = drafts_of(step, slots, batch)
+    return Forward(plan, drafts, residual, layers, slots, flags, plan_health | health)
 
 
 def finish_decode(decoder: Decoder, done: Forward, batch: Batch) -> tuple[Slots, StepOutput]:
-    """Sample every row, accept drafts, move the slots on by what was emitted."""
+    """Sample every row, accept drafts, move the slots on by what was emitted.
+
+    Only an emitted row can fail its request. What the layers flag may be a refused row; one that
+    counts shows in its logits, since a value that is not finite never leaves the residual stream.
+    """
     plan, slots = done.plan, done.slots
     logits = decoder.logits(done.residual).reshape(*plan.tokens.shape, -1)
-    sampled = sample(
-        logits, slots.sampling, plan.slots, batch.drafts, plan.positions, batch.bitmask
-    )
+    sampled = sample(logits, slots.sampling, plan.slots, done.drafts, plan.positions, batch.bitmask)
     count = jnp.where(plan.rows > 0, sampled.count, 0)
     last = jnp.take_along_axis(sampled.tokens, jnp.maximum(count - 1, 0)[:, None], axis=1)[:, 0]
     index = real_slots(plan.slots, slots.length.shape[0])
@@ -131,7 +145,7 @@ def finish_decode(decoder: Decoder, done: Forward, batch: Batch) -> tuple[Slots,
             slots.sampling, plan.slots, sampled.tokens, emitted, jnp.ones_like(emitted)
         ),
     )
-    return slots, output_of(sampled, count, done)
+    return slots, output_of(sampled, count, done.health, sampled.nonfinite & (plan.rows > 0))
 
 
 def finish_prefill(decoder: Decoder, done: Forward, batch: Batch) -> tuple[Slots, StepOutput]:
@@ -158,7 +172,8 @@ def finish_prefill(decoder: Decoder, done: Forward, batch: Batch) -> tuple[Slots
         token=slots.token.at[index].set(token, mode="drop"),
         sampling=met,
     )
-    output = output_of(sampled, ends.astype(jnp.int32), done)
+    flags = (sampled.nonfinite | done.flags) & (plan.rows > 0)
+    output = output_of(sampled, ends.astype(jnp.int32), done.health, flags)
     return slots, replace(
         output,
         prompt_logprobs=scores[0],
@@ -167,17 +182,18 @@ def finish_prefill(decoder: Decoder, done: Forward, batch: Batch) -> tuple[Slots
     )
 
 
-def output_of(sampled: Sampled, count: jax.Array, done: Forward) -> StepOutput:
-    """The step's output; a null request is never flagged."""
-    live = done.plan.rows > 0
+def output_of(
+    sampled: Sampled, count: jax.Array, health: jax.Array, flags: jax.Array
+) -> StepOutput:
+    """The step's output; flags bool[B] of requests that fail."""
     return StepOutput(
         tokens=sampled.tokens,
         count=count,
         logprobs=sampled.logprobs,
         top_ids=sampled.top_ids,
         top_logprobs=sampled.top_logprobs,
-        nonfinite=(sampled.nonfinite | done.flags) & live,
-        health=done.health,
+        nonfinite=flags,
+        health=health,
     )
 
 

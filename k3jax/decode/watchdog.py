@@ -9,17 +9,25 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+STEP_TIMEOUT_STATUS = 3
+"""Exit status of a process whose step did not land; its socket belongs to the thread that hangs."""
 
-def end_process(message: str) -> None:
+
+def end_process(message: str, status: int = 1) -> None:
     """Say why on stderr and end at once: threads that hang in a collective cannot be joined."""
     print(f"fatal: {message}", file=sys.stderr, flush=True)
-    os._exit(1)
+    os._exit(status)
+
+
+def end_after_timeout(message: str) -> None:
+    """End the process for a step that did not land."""
+    end_process(message, STEP_TIMEOUT_STATUS)
 
 
 class Watchdog:
     """Watches the one blocking read of a step from a thread of its own."""
 
-    def __init__(self, seconds: float, expire: Callable[[str], None] = end_process) -> None:
+    def __init__(self, seconds: float, expire: Callable[[str], None] = end_after_timeout) -> None:
         """`expire` is told, from that thread, of a step that took more than `seconds`."""
         self.seconds, self.expire = seconds, expire
         self._waiting: tuple[int, float] | None = None  # step, deadline

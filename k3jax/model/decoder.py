@@ -16,7 +16,7 @@ from k3jax.config import K3Config
 from k3jax.model.ffn import Dense, Moe
 from k3jax.model.inputs import Residual, StepPlan, Tap, few_rows, silent
 from k3jax.model.mixers import Kda, Mla, weight
-from k3jax.parallel import gather, psum, rank
+from k3jax.parallel import gather, psum, rank, world
 from pallas_kernels import Impl, attn_res, attn_res_mix, attn_res_weights, linear, rms_norm
 
 LayerResult = tuple[Residual, LayerCache, jax.Array, jax.Array]  # flags bool[B], health u32[]
@@ -58,13 +58,13 @@ class Layer(nnx.Module):
         normed, hidden = enter(residual, query, self.attn_norm, name="attn", **options)
         residual = start_block(residual, hidden) if starts_block else replace(residual, part=hidden)
         mixed, cache, flags, health = self.mixer(normed, cache, plan, tap)
-        tap("attn_out", mixed)
+        tap("attn_out", mixed.astype(normed.dtype))
         query = (self.ffn_res_norm, self.ffn_res_proj)
         residual = replace(residual, delta=mixed)
         normed, hidden = enter(residual, query, self.ffn_norm, name="ffn", **options)
-        delta, ffn_health = self.ffn(normed, tap)
-        tap("ffn_out", delta)
-        tap("out", hidden + delta)
+        delta, ffn_health = self.ffn(normed, plan.rows, tap)
+        tap("ffn_out", delta.astype(hidden.dtype))
+        tap("out", add(hidden, delta))
         residual = replace(residual, part=hidden, delta=delta)
         return residual, cache, flags, health | ffn_health
 
@@ -73,6 +73,11 @@ def start_block(residual: Residual, hidden: jax.Array) -> Residual:
     """Store the layer input [W, D] as the next block and go on from zero."""
     blocks = jax.lax.dynamic_update_index_in_dim(residual.blocks, hidden, residual.count, 0)
     return replace(residual, blocks=blocks, count=residual.count + 1, part=jnp.zeros_like(hidden))
+
+
+def add(part: jax.Array, delta: jax.Array) -> jax.Array:
+    """[W, D] + f32[W, D], rounded once to the dtype of `part`."""
+    return (part.astype(jnp.float32) + delta).astype(part.dtype)
 
 
 def enter(
@@ -87,7 +92,7 @@ def enter(
 ) -> tuple[jax.Array, jax.Array]:
     """Norm of the residual mix [W, D], and part + delta [W, D]; `query` is the mix's norm, proj."""
     if query[0] is None or query[1] is None:
-        hidden = residual.part + residual.delta
+        hidden = add(residual.part, residual.delta)
         normed = rms_norm(hidden, norm[...], eps=eps)
     else:
         blocks, count = residual.blocks, residual.count
@@ -132,7 +137,7 @@ class Decoder(nnx.Module):
         rows = table[jnp.clip(local, 0, table.shape[0] - 1)]
         hidden = psum(jnp.where(inside[:, None], rows, jnp.zeros_like(rows)).astype(self.dtype))
         blocks = jnp.zeros((self.max_blocks, *hidden.shape), hidden.dtype)
-        return Residual(blocks, jnp.int32(0), hidden, jnp.zeros_like(hidden))
+        return Residual(blocks, jnp.int32(0), hidden, jnp.zeros(hidden.shape, jnp.float32))
 
     def run(
         self,
@@ -161,6 +166,7 @@ class Decoder(nnx.Module):
                     graph=graph,
                     starts_block=self.block is not None and index % self.block == 0,
                     tracing=tap is not silent,
+                    ranks=world(),
                 )
                 for name, value in taps.items():
                     tap(f"layers.{index}.{name}", value)
@@ -189,7 +195,7 @@ def collect_into(taps: dict[str, jax.Array]) -> Tap:
     return collect
 
 
-@partial(jax.jit, static_argnames=("graph", "starts_block", "tracing"))
+@partial(jax.jit, static_argnames=("graph", "starts_block", "tracing", "ranks"))
 def layer_body(
     params: Any,
     residual: Residual,
@@ -199,10 +205,12 @@ def layer_body(
     graph: nnx.GraphDef,
     starts_block: bool,
     tracing: bool,
+    ranks: int,
 ) -> tuple[Residual, LayerCache, jax.Array, jax.Array, dict[str, jax.Array]]:
     """One stock layer as a function that all layers of its kind share, traced and lowered once.
 
-    The last result holds the named intermediates, whole on every rank, if `tracing`.
+    The last result holds the named intermediates, whole on every rank, if `tracing`. What was
+    traced for one number of `ranks` is no other's.
     """
     taps: dict[str, jax.Array] = {}
     layer = nnx.merge(graph, params)

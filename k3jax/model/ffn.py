@@ -16,9 +16,12 @@ from pallas_kernels import (
     DenseBank,
     Impl,
     Mxfp4Bank,
+    Projection,
+    choose_beside,
     linear,
+    linears,
     moe,
-    route,
+    rms_norm,
 )
 
 CHECKSUM_MODULUS = 1 << 15  # the sum over 512 ranks is still exact in float32
@@ -39,12 +42,15 @@ class Dense(nnx.Module):
         self.gate_up = weight(2 * inner, config.hidden_size)
         self.down = weight(config.hidden_size, inner)
 
-    def __call__(self, x: jax.Array, tap: Tap = silent) -> tuple[jax.Array, jax.Array]:
-        """x [W, D] -> (out [W, D], health u32[])."""
+    def __call__(
+        self, x: jax.Array, rows: jax.Array, tap: Tap = silent
+    ) -> tuple[jax.Array, jax.Array]:
+        """x [W, D], rows i32[B] as for `Moe` -> (out f32[W, D], health u32[])."""
+        del rows  # the weights are read in any case
         impl = few_rows(self.impl, x)
         inner = linear(x, self.gate_up[...], activation=self.activation, impl=impl)
-        out = psum(linear(inner, self.down[...], out_dtype=jnp.float32, impl=impl))
-        return out.astype(x.dtype), jnp.uint32(0)
+        out = linear(inner, self.down[...], out_dtype=jnp.float32, impl=impl)
+        return psum(out), jnp.uint32(0)
 
 
 class Moe(nnx.Module):
@@ -80,48 +86,65 @@ class Moe(nnx.Module):
             self.w13 = weight(count, 2 * inner, width)
             self.w2 = weight(count, width, inner)
 
-    def __call__(self, x: jax.Array, tap: Tap = silent) -> tuple[jax.Array, jax.Array]:
-        """x [W, D] -> (out [W, D], health u32[])."""
+    def __call__(
+        self, x: jax.Array, rows: jax.Array, tap: Tap = silent
+    ) -> tuple[jax.Array, jax.Array]:
+        """x [W, D] of B requests -> (out f32[W, D], health u32[]).
+
+        Of each request the first rows[b] rows are real, i32[B]; the others read no experts.
+        """
         impl = few_rows(self.impl, x)
-        experts, weights = route(
-            x,
-            self.router[...],
+        logits, *latent, inner = linears(x, self.projections(), impl=impl)
+        experts, weights, shared = choose_beside(
+            logits,
             self.bias[...],
+            inner,
+            self.shared_down[...],
+            rows,
             top_k=self.top_k,
             scaling=self.scaling,
             renormalize=self.renormalize,
             impl=impl,
         )
-        latent = x if self.down is None else linear(x, self.down[...], impl=impl)
-        routed = moe(latent, experts, weights, self.bank(), activation=self.activation, impl=impl)
-        shared = self.shared(x)
-        routed, shared, health = reduce_once(routed, shared, experts, merge=self.up is None)
+        routed, health = self.run_experts(latent[0] if latent else x, experts, weights)
+        routed, shared, diverged = reduce_once(routed, shared, experts, merge=self.up is None)
+        health |= diverged
         tap("router_experts", experts)
         tap("router_weights", weights)
         tap("experts_sum", routed)
         if self.up is None:
-            return routed.astype(x.dtype), health
-        norm = None if self.latent_norm is None else self.latent_norm[...]
+            return routed, health
+        if self.latent_norm is not None:
+            routed = rms_norm(routed, self.latent_norm[...], eps=self.eps)
         out = linear(
             routed.astype(x.dtype),
             self.up[...],
-            norm=norm,
-            eps=self.eps,
             add=shared,
+            out_dtype=jnp.float32,
             impl=impl,
         )
         return out, health
+
+    def run_experts(
+        self, z: jax.Array, experts: jax.Array, weights: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        """The weighted sum of each row's experts i32[W, J], f32[W, Z], and the health u32[]."""
+        # MXFP4 experts have kernels for any number of rows, others have none.
+        impl = self.impl if self.mxfp4 else "reference"
+        return moe(z, experts, weights, self.bank(), activation=self.activation, impl=impl)
+
+    def projections(self) -> list[Projection]:
+        """What reads the rows: the router, the latent if there is one, the shared experts."""
+        return [
+            Projection(self.router[...], out_dtype=jnp.float32),
+            *([] if self.down is None else [Projection(self.down[...])]),
+            Projection(self.shared_gate_up[...], activation=self.activation),
+        ]
 
     def bank(self) -> Mxfp4Bank | DenseBank:
         if self.mxfp4:
             return Mxfp4Bank(self.w13[...], self.w13_scale[...], self.w2[...], self.w2_scale[...])
         return DenseBank(self.w13[...], self.w2[...])
-
-    def shared(self, x: jax.Array) -> jax.Array:
-        """The shared experts' partial sum, f32[W, D]."""
-        impl = few_rows(self.impl, x)
-        inner = linear(x, self.shared_gate_up[...], activation=self.activation, impl=impl)
-        return linear(inner, self.shared_down[...], out_dtype=jnp.float32, impl=impl)
 
 
 def reduce_once(

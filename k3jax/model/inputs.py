@@ -45,7 +45,7 @@ class Residual:
     blocks: jax.Array  # [M, W, D]
     count: jax.Array  # i32[]
     part: jax.Array  # [W, D]
-    delta: jax.Array  # [W, D] what the last sublayer returned, not yet added
+    delta: jax.Array  # f32[W, D] what the last sublayer returned, not yet added
 
 
 def few_rows(impl: Impl, x: jax.Array) -> Impl:

@@ -24,15 +24,14 @@ def kda_internals(
     SiLU, kda_decay [W, H, K] (log), kda_beta [W, H] and kda_core [W, H, V], the recurrence's
     output; this rank's heads. Rows that are not valid mean nothing.
     """
-    window, state = replay(cache, plan.slots, jnp.where(plan.fresh, 0, plan.accepted))
-    window = jnp.where(plan.fresh[:, None, None], 0, window)
+    window, state = replay(cache, plan.slots, plan.starts, jnp.where(plan.fresh, 0, plan.accepted))
     state = jnp.where(plan.fresh[:, None, None, None], 0, state)
     inputs = recurrence_inputs(rows, window, weights, lower_bound)
 
     def advance(state: jax.Array, row: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
         query, *rest = row
-        state = delta_step(state, *rest)
-        return state, jnp.sum(state * query[..., None], axis=-2)
+        state, _ = delta_step(state, *rest)
+        return state, jnp.sum(state * query[..., None, :], axis=-1)
 
     recurrence = (inputs.query, inputs.key, inputs.value, inputs.decay, inputs.beta)
     _, core = jax.lax.scan(advance, state, tuple(jnp.moveaxis(leaf, 1, 0) for leaf in recurrence))

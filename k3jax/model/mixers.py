@@ -19,11 +19,16 @@ from pallas_kernels import (
     KdaCache,
     KdaRows,
     KdaWeights,
+    Projection,
+    Unnormed,
     kda_decode,
     kda_prefill,
     linear,
+    linears,
+    mla_absorb,
     mla_decode,
     mla_prefill,
+    mla_values,
     rms_norm,
 )
 
@@ -40,10 +45,12 @@ def split(x: jax.Array, widths: tuple[int, ...]) -> list[jax.Array]:
     return jnp.split(x, list(accumulate(widths))[:-1], axis=-1)
 
 
-def output_projection(x: jax.Array, o_proj: jax.Array, impl: Impl) -> jax.Array:
-    """x [W, HV] times o_proj [D, HV], summed over the ranks in float32; [W, D] in x's dtype."""
-    out = linear(x, o_proj, out_dtype=jnp.float32, impl=few_rows(impl, x))
-    return psum(out).astype(x.dtype)
+def output_projection(
+    x: jax.Array | Unnormed, o_proj: jax.Array, impl: Impl, *, eps: float = 0.0
+) -> jax.Array:
+    """x [W, HV] times o_proj [D, HV], summed over the ranks; f32[W, D]. eps: of unnormed rows."""
+    impl = few_rows(impl, x.rows if isinstance(x, Unnormed) else x)
+    return psum(linear(x, o_proj, eps=eps, out_dtype=jnp.float32, impl=impl))
 
 
 class Kda(nnx.Module):
@@ -59,7 +66,7 @@ class Kda(nnx.Module):
         self.in_proj = weight(sum(self.widths), hidden)
         self.f_b = weight(heads * dim, dim)
         self.g_b = None if kda.full_rank_gate else weight(heads * dim, dim)
-        self.conv = weight(3 * heads * dim, kda.conv_width, dtype=jnp.float32)
+        self.conv = weight(kda.conv_width, 3 * heads * dim, dtype=jnp.float32)
         self.a_log = weight(heads, dtype=jnp.float32)
         self.dt_bias = weight(heads * dim, dtype=jnp.float32)
         self.o_norm = weight(dim, dtype=jnp.float32)
@@ -68,37 +75,35 @@ class Kda(nnx.Module):
     def __call__(
         self, x: jax.Array, cache: KdaCache, plan: StepPlan, tap: Tap = silent
     ) -> tuple[jax.Array, KdaCache, jax.Array, jax.Array]:
-        """x [W, D] -> (out [W, D], cache, non-finite flags bool[B], health u32[])."""
-        rows, weights = self.project(x, plan), self.weights()
-        bound = self.lower_bound
+        """x [W, D] -> (out f32[W, D], cache, non-finite flags bool[B], health u32[])."""
+        mixed, cache, flags, health = self.mix(self.project(x, plan), cache, plan, tap)
+        mixed = jax.tree.map(lambda leaf: leaf.reshape(x.shape[0], *leaf.shape[2:]), mixed)
+        tap("kda_gated", mixed, sharded=1)
+        out = output_projection(mixed, self.o_proj[...], self.impl, eps=self.eps)
+        return out, cache, flags, health
+
+    def mix(
+        self, rows: KdaRows, cache: KdaCache, plan: StepPlan, tap: Tap
+    ) -> tuple[jax.Array | Unnormed, KdaCache, jax.Array, jax.Array]:
+        """The rows through the recurrence: (o_proj's input [B, T, H*V], cache, flags, health)."""
+        weights, bound = self.weights(), self.lower_bound
         if tap is not silent:
             internals = kda_internals(rows, weights, cache, plan, lower_bound=bound)
             for name, part in internals.items():
                 tap(name, part, sharded=1)
         options: dict[str, Any] = {"lower_bound": bound, "norm_eps": self.eps, "impl": self.impl}
+        where = (plan.slots, plan.starts, plan.accepted)
         if plan.kind == "decode":
-            mixed, cache, flags, health = kda_decode(
-                rows, weights, cache, plan.slots, plan.accepted, **options
-            )
-        else:
-            mixed, cache, flags, health = kda_prefill(
-                rows,
-                weights,
-                cache,
-                plan.slots,
-                plan.accepted,
-                plan.fresh,
-                lengths=plan.rows,
-                **options,
-            )
-        mixed = mixed.reshape(x.shape[0], -1)
-        tap("kda_gated", mixed, sharded=1)
-        return output_projection(mixed, self.o_proj[...], self.impl), cache, flags, health
+            # A kernel of o_proj divides by the norm in passing, so that heads are split.
+            norm = few_rows(self.impl, plan.tokens.reshape(-1)) == "reference" or tap is not silent
+            return kda_decode(rows, weights, cache, *where, norm=norm, **options)
+        return kda_prefill(rows, weights, cache, *where, plan.fresh, lengths=plan.rows, **options)
 
     def project(self, x: jax.Array, plan: StepPlan) -> KdaRows:
         """All projections of the rows x [W, D]."""
         impl = few_rows(self.impl, x)
-        qkv, gate, decay, beta = split(linear(x, self.in_proj[...], impl=impl), self.widths)
+        projection = Projection(self.in_proj[...], widths=self.widths)
+        qkv, gate, decay, beta = linears(x, (projection,), impl=impl)
         decay = linear(decay, self.f_b[...], impl=impl)
         if self.g_b is not None:
             gate = linear(gate, self.g_b[...], impl=impl)
@@ -116,12 +121,11 @@ class Mla(nnx.Module):
         mla, hidden = config.mla, config.hidden_size
         heads = mla.num_heads // tp
         nope, rope, latent = mla.qk_nope_head_dim, mla.qk_rope_head_dim, mla.kv_lora_rank
-        self.heads, self.nope, self.latent, self.impl = heads, nope, latent, impl
+        self.heads, self.latent, self.impl = heads, latent, impl
         self.scale = (nope + rope) ** -0.5
-        self.output_gate = mla.output_gate
         query = mla.q_lora_rank or heads * (nope + rope)
-        gate = heads * mla.v_head_dim if mla.output_gate else 0
-        self.widths = (query, latent + rope, gate)
+        gate = (heads * mla.v_head_dim,) if mla.output_gate else ()
+        self.widths = (query, latent + rope, *gate)
         self.in_proj = weight(sum(self.widths), hidden)
         low_rank = mla.q_lora_rank is not None
         self.q_a_norm = weight(query) if low_rank else None
@@ -134,34 +138,40 @@ class Mla(nnx.Module):
     def __call__(
         self, x: jax.Array, cache: MlaPages, plan: StepPlan, tap: Tap = silent
     ) -> tuple[jax.Array, MlaPages, jax.Array, jax.Array]:
-        """x [W, D] -> (out [W, D], cache, non-finite flags bool[B], health u32[])."""
-        projected = linear(x, self.in_proj[...], impl=few_rows(self.impl, x))
-        query, latents, gate = split(projected, self.widths)
+        """x [W, D] -> (out f32[W, D], cache, non-finite flags bool[B], health u32[])."""
+        projection = Projection(self.in_proj[...], widths=self.widths)
+        query, latents, *gate = linears(x, (projection,), impl=few_rows(self.impl, x))
         latents = self.normalize(latents)
-        cache = write_latents(cache, latents, plan.write_pages, plan.write_offsets)
         query = self.absorb(query).reshape(*plan.tokens.shape, self.heads, -1)
-        options: dict[str, Any] = {"latent": self.latent, "scale": self.scale, "impl": self.impl}
-        if plan.kind == "decode":
-            mixed, flags, health = mla_decode(
-                query,
-                cache.latents,
-                plan.page_table,
-                plan.starts + plan.rows,
-                **options,
-            )
-        else:
-            mixed, flags, health = mla_prefill(
-                query,
-                cache.latents,
-                plan.page_table,
-                plan.starts,
-                plan.rows,
-                **options,
-            )
-        mixed = self.values(mixed.reshape(x.shape[0], self.heads, -1), gate)
+        mixed, cache, flags, health = self.attend(query, latents, cache, plan)
+        mixed = mla_values(
+            mixed.reshape(x.shape[0], self.heads, -1),
+            self.w_uv[...],
+            gate[0] if gate else None,
+            impl=few_rows(self.impl, x),
+        )
         tap("mla_latents", latents)
         tap("mla_gated", mixed, sharded=1)
         return output_projection(mixed, self.o_proj[...], self.impl), cache, flags, health
+
+    def attend(
+        self, query: jax.Array, latents: jax.Array, cache: MlaPages, plan: StepPlan
+    ) -> tuple[jax.Array, MlaPages, jax.Array, jax.Array]:
+        """query [B, T, H, L+R] over the cache with the rows' own latents [W, L+R] added.
+
+        Returns (the mixed latents [B, T, H, L], cache, flags, health).
+        """
+        cache = write_latents(cache, latents, plan.write_pages, plan.write_offsets)
+        options: dict[str, Any] = {"latent": self.latent, "scale": self.scale, "impl": self.impl}
+        pages, table = cache.latents, plan.page_table
+        if plan.kind == "decode":
+            lengths = plan.starts + plan.rows
+            mixed, flags, health = mla_decode(query, pages, table, lengths, **options)
+        else:
+            mixed, flags, health = mla_prefill(
+                query, pages, table, plan.starts, plan.rows, **options
+            )
+        return mixed, cache, flags, health
 
     def normalize(self, latents: jax.Array) -> jax.Array:
         """[W, L+R] as projected -> as cached: the latent normalized, the rope part raw."""
@@ -173,28 +183,4 @@ class Mla(nnx.Module):
         if self.q_b is not None and self.q_a_norm is not None:
             impl = few_rows(self.impl, query)
             query = linear(query, self.q_b[...], norm=self.q_a_norm[...], eps=LATENT_EPS, impl=impl)
-        query = query.reshape(query.shape[0], self.heads, -1)
-        nope, rope = split(query, (self.nope, query.shape[-1] - self.nope))
-        absorbed = per_head("whn,hnl->whl", nope, self.w_uk[...], query.dtype)
-        return jnp.concatenate([absorbed, rope], axis=-1)
-
-    def values(self, mixed: jax.Array, gate: jax.Array) -> jax.Array:
-        """Attention over latents [W, H, L] -> gated heads [W, H*V], o_proj's input."""
-        heads = per_head("whl,hvl->whv", mixed, self.w_uv[...], jnp.float32)
-        heads = heads.reshape(mixed.shape[0], -1)
-        if self.output_gate:
-            heads *= jax.nn.sigmoid(gate.astype(jnp.float32))
-        return heads.astype(gate.dtype)
-
-
-def per_head(
-    equation: str, x: jax.Array, weights: jax.Array, dtype: jax.typing.DTypeLike
-) -> jax.Array:
-    """Product of x and weights upcast to x's dtype, batched over heads, accumulated in float32."""
-    return jnp.einsum(
-        equation,
-        x,
-        weights.astype(x.dtype),
-        precision=jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None,
-        preferred_element_type=dtype,
-    )
+        return mla_absorb(query, self.w_uk[...], impl=few_rows(self.impl, query))

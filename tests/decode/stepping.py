@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
+from k3jax.decode.failstop import check_votes
 from k3jax.parallel import REPLICATED, psum, spmd
 
 
@@ -42,7 +43,7 @@ def run(mesh, failstop, steps):
         assert token == mesh.size
         if votes is not None:
             try:
-                failstop.check(votes)
+                check_votes(votes)
             except RuntimeError as error:
                 return number, reads, str(error)
     return steps, reads, None

@@ -9,7 +9,7 @@ from stepping import first_health, make_step, run
 
 from k3jax.cache import CacheSizes, make_cache
 from k3jax.config import K3Config
-from k3jax.decode.failstop import FAULT_BITS, FailStop
+from k3jax.decode.failstop import FAULT_BITS, FailStop, check_votes
 from k3jax.decode.faults import Fault
 from k3jax.parallel import make_mesh
 from pallas_kernels.health import BIT_PLAN, BIT_WAIT
@@ -89,22 +89,22 @@ def test_only_what_has_landed_is_read():
     failstop = FailStop(mesh, 1)
     words = [Word(device, value) for value in (0, BIT_PLAN, BIT_PLAN | BIT_WAIT)]
     for number, word in enumerate(words, 1):
-        failstop.check(np.asarray(failstop.after_step(word)))
+        check_votes(np.asarray(failstop.after_step(word)))
         assert failstop.steps == number
     words[0].landed = words[2].landed = True  # not in order: nothing is passed over
     last = Word(device, BIT_PLAN | BIT_WAIT)
-    failstop.check(np.asarray(failstop.after_step(last)))
+    check_votes(np.asarray(failstop.after_step(last)))
     words[1].landed = last.landed = True
     votes = np.asarray(failstop.after_step(Word(device, 0)))
     assert votes.tolist() == [[BIT_PLAN | BIT_WAIT, 2, 5]]
     with pytest.raises(RuntimeError, match=r"word 0x9 since step 2 \(a wait .*; a batch that"):
-        failstop.check(votes)
+        check_votes(votes)
 
 
 def test_several_ranks_are_all_named(mesh):
     votes = np.array([[0, 0, 8], [1, 3, 8], [0, 0, 8], [1 << 20, 7, 8]], np.uint32)
     with pytest.raises(RuntimeError, match=r"at step 8: rank 1 .* step 3 .*, rank 3 .*an unknown"):
-        FailStop(mesh, EVERY).check(votes)
+        check_votes(votes)
 
 
 def test_a_nan_for_one_slot(golden, mesh):

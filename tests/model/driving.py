@@ -10,7 +10,12 @@ from k3jax.sampling import sampling_row
 PAGE = 16
 CHUNK = 64
 GREEDY = SamplingParams(temperature=0.0)
-RUN = {"max_context": 256, "page_size": PAGE, "prefill_buckets": ((2, CHUNK),)}
+RUN = {
+    "max_context": 256,
+    "page_size": PAGE,
+    "prefill_buckets": ((2, CHUNK),),
+    "prefix_cache": 0,  # a driver never goes on from a prefix
+}
 K3_RUN = {**RUN, "max_requests": 4, "num_spec": 3, "builds": ((1, 4), (4, 4))}
 LINEAR_RUN = {**RUN, "max_requests": 2, "builds": ((1, 2),)}
 

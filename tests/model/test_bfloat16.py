@@ -60,7 +60,7 @@ def run_blocks(decoder, caches, recorded):
         def collect(tap, value, sharded=None, taps=taps):
             taps[tap] = value
 
-        found[name + "mlp_out"], _ = layer.ffn(recorded[name + "mlp_in"], collect)
+        found[name + "mlp_out"], _ = layer.ffn(recorded[name + "mlp_in"], plan.rows, collect)
         if taps:
             found[name + "moe_idx"] = jnp.sort(taps["router_experts"], axis=1)
         if index:

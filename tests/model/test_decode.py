@@ -47,8 +47,10 @@ def test_caches_after_prefill(k3, numbers, close, chunks):
     k3.prefill(3, prompt, chunks=chunks)
     cache = k3.executor.cache
     kda, mla = cache.layers[1], cache.layers[3]
-    close(np.asarray(kda.conv[3]), arrays["seq1.L1.conv_state_mlx"])
-    close(np.asarray(kda.state[3]).swapaxes(1, 2), arrays["seq1.L1.ssm_state_mlx"])
+    ring = np.asarray(kda.conv[3])
+    window = ring[np.arange(len(prompt) - 3, len(prompt)) % len(ring)]
+    close(window, arrays["seq1.L1.conv_state_mlx"])
+    close(np.asarray(kda.state[3]), arrays["seq1.L1.ssm_state_mlx"])
     pages = np.asarray(cache.slots.pages[3])
     latents = np.asarray(mla.latents[pages]).reshape(-1, mla.latents.shape[-1])[: len(prompt)]
     close(latents[:, :32], arrays["seq1.L3.kv_latent_mlx"])

@@ -1,5 +1,6 @@
 """The plan trusts nothing that the host sends."""
 
+from dataclasses import replace
 from functools import partial
 
 import jax
@@ -31,7 +32,16 @@ def slots():
     length[1], accepted[1], token[1] = 7, 2, 10
     pages = np.zeros((5, 3), np.int32)
     pages[1, :2], pages[2, 0] = (5, 6), 7
-    return Slots(length, accepted, token, pages, number, make_sampling_state(5, VOCABULARY))
+    return Slots(
+        length=length,
+        accepted=accepted,
+        token=token,
+        pages=pages,
+        prompt_length=number,
+        history=np.zeros((5, 0), np.int32),
+        drafts=np.tile(np.array([[6, 7]], np.int32), (5, 1)),
+        sampling=make_sampling_state(5, VOCABULARY),
+    )
 
 
 def decode_batch(updates=((1, 2, 8),), **fields):
@@ -58,6 +68,16 @@ def test_decode_plan(slots):
     assert found.write_offsets.tolist() == [0, 0, 3, 0, 0, 0]
     assert after.pages.tolist()[1] == [5, 6, 8]
     assert not np.asarray(after.pages[0]).any()
+
+
+def test_without_drafts_of_the_host_those_of_the_slots_run(slots):
+    batch = empty_batch(DECODE, replace(SIZES, history=12), VOCABULARY)
+    assert batch.drafts is None
+    batch.slots[1] = 1
+    batch.page_updates[0] = (1, 2, 8)
+    found, _, health = plan(DECODE, slots, batch)
+    assert health == 0
+    assert found.tokens.tolist()[1] == [10, 6]  # this step has room for one of the two
 
 
 def test_prefill_plan(slots):
