@@ -252,9 +252,10 @@ def _read_moe(keys: KeyReader, is_k3: bool) -> MoeConfig:
 
 def main(arguments: list[str]) -> int:
     """Print the report of the model at the path given; 2 when the arguments are wrong."""
-    if len(arguments) != 1:
+    asked = arguments in (["-h"], ["--help"])
+    if len(arguments) != 1 or asked:
         print("usage: python -m k3jax.config PATH  (a config.json or its directory)")
-        return 2
+        return 0 if asked else 2
     from k3jax.sizes import report_lines
 
     try:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -15,20 +15,22 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from k3jax.cache import Cache, CacheSizes, cache_specs, make_cache
-from k3jax.chat import end_ids
+from k3jax.chat import ChatEvent, ChatOptions, ChatParser, encode, end_ids, render
 from k3jax.checkpoint import load_params
 from k3jax.config import K3Config
 from k3jax.decode.batch import Batch, Step, empty_batch
 from k3jax.decode.config import DecodeBackend, DecodeConfig
 from k3jax.decode.executor import Executor
 from k3jax.decode.failstop import check_health
+from k3jax.decode.layers import kernel_impl
 from k3jax.decode.step import forward
 from k3jax.engine import Engine
 from k3jax.model.decoder import abstract_decoder, collect_into
 from k3jax.model.inputs import silent
 from k3jax.parallel import REPLICATED, make_mesh, spmd
 from k3jax.params import packed_specs
-from k3jax.request import SamplingParams
+from k3jax.request import Delta, SamplingParams
+from k3jax.speculative_model import make_drafter
 from k3jax.tokenizer import Tokenizer
 
 SHORTEST = 16  # rows; shorter inputs are padded, to compile less often
@@ -54,6 +56,7 @@ def load(
     context = min(options.pop("max_context", 8192), config.max_positions)
     requests = options.pop("max_requests", 1)
     options.setdefault("prefill_buckets", ((1, min(64, context)), (1, min(1024, context))))
+    options.setdefault("prefix_cache", 0)  # in bfloat16 a prompt's second answer may differ
     options.setdefault("builds", ((options.get("num_spec", 0) + 1, requests),))
     decode_config = DecodeConfig(
         dtype=dtype,
@@ -126,17 +129,53 @@ class LanguageModel:
         return ids
 
     def stream(self, prompt: str | Sequence[int], **wishes: Any) -> Iterator[list[int]]:
-        """The ids that `generate` would return, as they come; RuntimeError if the request fails."""
+        """The ids that `generate` would return, as they come; RuntimeError if the request fails.
+
+        Each list is what one step brought: with drafts, often several tokens.
+        """
+        return (delta.token_ids for delta in self._deltas(self._ids(prompt), wishes))
+
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        options: ChatOptions | None = None,
+        **wishes: Any,
+    ) -> Iterator[ChatEvent]:
+        """The answer to a conversation as it comes: reasoning, content and tool calls.
+
+        `messages` and `tools` are OpenAI's objects, `wishes` as in `generate`;
+        `k3jax.chat.message_of` makes the events the message that the conversation goes on with.
+        ValueError if the checkpoint has no tokenizer or a message cannot be said, RuntimeError if
+        the request fails.
+        """
+        if self.tokenizer is None:
+            raise ValueError("this checkpoint has no tokenizer: there is no chat without text")
+        options = options or ChatOptions()
+        ids = encode(self.tokenizer, render(messages, tools, options))
+        ends = end_ids(self.tokenizer)
+        parser = ChatParser(self.tokenizer, thinking=options.thinking)
+        for delta in self._deltas(ids, wishes):
+            yield from parser.push(delta.token_ids)
+            if delta.stop_token is not None and delta.stop_token in ends:
+                yield from parser.push([delta.stop_token])
+        yield from parser.finish()
+
+    def _deltas(self, ids: list[int], wishes: Mapping[str, Any]) -> Iterator[Delta]:
         params = SamplingParams(**{"temperature": 0.0, **wishes})
-        for delta in self.engine.stream(self._ids(prompt), params):
+        for delta in self.engine.stream(ids, params):
             if delta.error is not None:
                 raise RuntimeError(delta.error)
-            yield delta.token_ids
+            yield delta
 
     @cached_property
     def engine(self) -> Engine:
         """The engine behind `generate`; compiles its steps when first asked for."""
-        executor = Executor(self.params, self.config, self.decode_config, self.mesh)
+        drafter = make_drafter(self.decode_config, self.config, self.mesh)
+        executor = Executor(
+            self.params, self.config, self.decode_config, self.mesh, drafter=drafter
+        )
         ends = end_ids(self.tokenizer) if self.tokenizer is not None else None
         return Engine(executor, self.config, self.decode_config, end_ids=ends)
 
@@ -195,7 +234,8 @@ def build_forward(
 
     Only the caches and the requests' lengths move on; nothing is sampled.
     """
-    graph, _ = abstract_decoder(config, decode_config.tp, decode_config.impl, decode_config.dtype)
+    impl = kernel_impl(decode_config, mesh)
+    graph, _ = abstract_decoder(config, decode_config.tp, impl, decode_config.dtype)
 
     def run(params: Any, cache: Cache, batch: Batch) -> tuple[Cache, Result]:
         taps: dict[str, jax.Array] = {}

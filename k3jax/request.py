@@ -44,6 +44,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     max_tokens: int | None = None  # None: up to the context
     logprobs: int | None = None  # alternatives beside each generated token; 0: the token's only
     prompt_logprobs: int | None = None
+    grammar: str | None = None  # what the answer must follow, as k3jax.guided reads it
 
     def __post_init__(self) -> None:
         _check("temperature", self.temperature, 0.0, 2.0)
@@ -77,11 +78,35 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True):
-    """One request: the prompt's token ids and how to go on from them; the id is the caller's."""
+    """One request: the prompt's token ids and how to go on from them; the id is the caller's.
+
+    With `generated` an answer goes on that another engine began; its seed must be given.
+    """
 
     request_id: str
     prompt_ids: list[int]
     params: SamplingParams = SamplingParams()
+    generated: list[int] = []
+
+    def room(self, vocab_size: int, max_context: int) -> int:
+        """The tokens that it may generate; ValueError if its prompt leaves too few."""
+        prompt, wanted = len(self.prompt_ids), self.params.max_tokens
+        known = self.prompt_ids + self.generated
+        wrong = next((token for token in known if not 0 <= token < vocab_size), None)
+        if wrong is not None:
+            raise ValueError(f"token id {wrong} of the prompt is not in [0, {vocab_size})")
+        if not 0 < prompt < max_context:
+            raise ValueError(
+                f"a prompt must have 1 to {max_context - 1} tokens (max_context - 1), got {prompt}"
+            )
+        if wanted is None:
+            return max_context - prompt
+        if wanted > max_context - prompt:
+            raise ValueError(
+                f"max_tokens {wanted} and a prompt of {prompt} tokens exceed max_context "
+                f"{max_context}: at most {max_context - prompt} can be generated"
+            )
+        return wanted
 
 
 class TokenLogprob(msgspec.Struct, frozen=True, gc=False):
@@ -96,7 +121,8 @@ class Delta(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=Fa
     """What one step brought one request.
 
     The token that stops a request is in `stop_token` and in `completion_tokens` (usage), never in
-    `token_ids` nor in `logprobs`. The delta with a `finish_reason` is the request's last one.
+    `token_ids` nor in `logprobs`; its own is `stop_logprob`, if asked for. The delta with a
+    `finish_reason` is the request's last one.
     """
 
     request_id: str
@@ -106,8 +132,9 @@ class Delta(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=Fa
     finish_reason: FinishReason | None = None
     error: str | None = None  # with finish_reason "error"
     stop_token: int | None = None  # with finish_reason "stop"
+    stop_logprob: TokenLogprob | None = None
     prompt_tokens: int = 0
-    cached_tokens: int = 0
+    cached_tokens: int = 0  # of these, not computed again
     completion_tokens: int = 0  # generated so far, the stop token included
 
 
@@ -125,3 +152,8 @@ class Stats(msgspec.Struct, frozen=True, kw_only=True):
     preemptions: int
     finished: dict[str, int]  # by finish reason
     steps: dict[str, int]  # by "path/reason"
+    prefix_queries: int = 0  # tokens of admitted requests that were looked up
+    prefix_hits: int = 0  # of these, tokens that were found and not computed
+    prefix_entries: int = 0
+    prefix_bytes: int = 0  # on each device
+    prefix_evictions: int = 0

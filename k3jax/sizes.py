@@ -12,6 +12,7 @@ GPU_MEMORY = {"MI355X": 288e9, "MI325X": 256e9, "H200": 141e9}
 REPORTED_TP = (8, 16)
 REPORTED_CONTEXTS = {"1k": 1024, "128k": 128 * 1024, "1M": 1024 * 1024}
 GB = 1e9
+_UNITS = {"B": 1e9, "M": 1e6, "GB": GB, "MB": 1e6, "kB": 1e3}  # billions, millions; bytes
 
 
 def is_expert(name: str) -> bool:
@@ -79,6 +80,12 @@ def latent_bytes(config: K3Config, tokens: int) -> int:
     return config.mixers.count("mla") * tokens * (mla.kv_lora_rank + mla.qk_rope_head_dim) * 2
 
 
+def amount(count: float, unit: str, smaller: str) -> str:
+    """A count in `unit`, or in a smaller one if it is less than 1 of that; both of _UNITS."""
+    unit = unit if count >= _UNITS[unit] else smaller
+    return f"{count / _UNITS[unit]:,.1f} {unit}"
+
+
 def _fit_lines(config: K3Config, tp: int) -> list[str]:
     """Bytes per GPU at one TP, against each GPU's memory."""
     try:
@@ -109,19 +116,20 @@ def report_lines(config: K3Config) -> list[str]:
         f"model        {config.model_type}",
         f"layers       {config.num_layers} = {mixers['kda']} KDA + {mixers['mla']} MLA ({by_kind})",
         f"tensors      {checkpoint_tensors(config):,} in the text checkpoint",
-        f"parameters   {total_parameters(config) / 1e9:,.1f} B, of which "
-        f"{active_parameters(config) / 1e9:,.1f} B active for a token",
-        f"at rest      {at_rest / GB:,.1f} GB, of which routed experts {experts / GB:,.1f} GB "
-        f"({form})",
+        f"parameters   {amount(total_parameters(config), 'B', 'M')}, of which "
+        f"{amount(active_parameters(config), 'B', 'M')} active for a token",
+        f"at rest      {amount(at_rest, 'GB', 'MB')}, of which routed experts "
+        f"{amount(experts, 'GB', 'MB')} ({form})",
     ]
     for tp in REPORTED_TP:
         lines += _fit_lines(config, tp)
     lines.append(
-        f"a request    KDA state {state / 1e6:,.1f} MB + conv window {window / 1e6:,.1f} MB, "
+        f"a request    KDA state {amount(state, 'MB', 'kB')} + conv window "
+        f"{amount(window, 'MB', 'kB')}, "
         "split over the ranks, at any length"
     )
     contexts = ", ".join(
-        f"{latent_bytes(config, tokens) / 1e6:,.1f} MB at {name}"
+        f"{amount(latent_bytes(config, tokens), 'MB', 'kB')} at {name}"
         for name, tokens in REPORTED_CONTEXTS.items()
     )
     lines.append(f"             MLA latents {contexts} tokens, whole on every rank")

@@ -83,7 +83,15 @@ def test_the_command_says_where_it_fits():
     assert "NOT" not in tp16
 
 
-@pytest.mark.parametrize(("arguments", "code"), [([], 2), (["/nowhere"], 1)])
+def test_a_small_model_is_told_in_smaller_units(golden):
+    text = "\n".join(sizes.report_lines(K3Config.from_file(golden / "k3-tiny-a")))
+    assert "3.6 M, of which 2.2 M active" in text
+    assert "at rest      4.6 MB" in text
+    assert "KDA state 163.8 kB" in text
+    assert "expert inner width 64 by 256 (8 x 32)" in text
+
+
+@pytest.mark.parametrize(("arguments", "code"), [([], 2), (["--help"], 0), (["/nowhere"], 1)])
 def test_the_command_refuses_politely(arguments, code, capsys):
     from k3jax.config import main
 

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from fakes import END, VOCAB, FakeExecutor, config, continuation
+from fakes import END, GUIDES, VOCAB, FakeExecutor, config, continuation
 
 from k3jax.decode.config import DecodeConfig
 from k3jax.engine import Engine
@@ -58,6 +58,29 @@ def test_stops_at_max_tokens(engine):
     assert deltas[-1].prompt_tokens == 6
     rows = sum(count for kind, count in engine.executor.steps if kind == "decode")
     assert rows == 8  # the first came with the prefill; none beyond the limit
+
+
+def test_goes_on_from_what_another_engine_said(engine):
+    prompt = long_prompt(9)
+    tokens = continuation(prompt, 9)[0]
+    engine.add(
+        Request(
+            request_id="a",
+            prompt_ids=prompt,
+            params=SamplingParams(max_tokens=9, logprobs=0, prompt_logprobs=0),
+            generated=tokens[:4],
+        )
+    )
+    deltas = drain(engine)["a"]
+    assert text(deltas) == tokens[4:]
+    assert [delta.completion_tokens for delta in deltas] == [5, 6, 7, 8, 9]
+    assert all(delta.prompt_tokens == 6 and delta.prompt_logprobs is None for delta in deltas)
+    for wrong, reason in [(tokens, "generated already"), ([VOCAB], "token id")]:
+        params = SamplingParams(max_tokens=9)
+        request = Request(request_id="b", prompt_ids=prompt, params=params, generated=wrong)
+        with pytest.raises(ValueError, match=reason):
+            engine.add(request)
+    assert not engine.has_work()
 
 
 def test_stops_at_a_stop_token_and_discards_the_row_in_flight(engine):
@@ -186,6 +209,17 @@ def test_what_cannot_be_served_is_refused(engine):
     assert len(drain(engine)) == 1
 
 
+def test_a_grammar_makes_a_mask_for_each_token_that_is_sampled():
+    """None for the chunks of its prompt before the last one, nor for who has no grammar."""
+    engine = Engine(FakeExecutor(RUN, pages=70), config(), RUN, guides=GUIDES)
+    add(engine, "a", prompt_of(50), max_tokens=5, ignore_eos=True, grammar="5")
+    add(engine, "b", prompt_of(40), max_tokens=9, ignore_eos=True)
+    ends = {name: deltas[-1].finish_reason for name, deltas in drain(engine).items()}
+    assert ends == {"a": "length", "b": "length"}
+    assert engine.executor.masks == 5
+    assert sum(kind == "prefill" for kind, _ in engine.executor.steps) > 2
+
+
 def test_streams_share_the_engine(engine):
     """Two generators drawn from in turns; one that is closed early frees its slot."""
     first, second = long_prompt(9), long_prompt(12, 8)
@@ -217,10 +251,43 @@ def test_logprobs_come_only_if_asked(engine):
         assert len(entry.top) == 2
 
 
+@pytest.mark.parametrize("steps", [1, 2, 3])
+def test_a_prompt_is_scored_once_though_it_is_read_twice(engine, steps, monkeypatch):
+    """Its request is preempted with its first chunk in flight, its second one, or a token."""
+    prompt, plan = prompt_of(45), engine.scheduler
+    add(engine, "a", prompt, max_tokens=4, prompt_logprobs=0, ignore_eos=True)
+    deltas = [delta for _ in range(steps) for delta in engine.step()]
+    sequence = engine._sequences["a"]
+    with monkeypatch.context() as patch:
+        patch.setattr(plan, "decide", lambda: plan._preempt(sequence))
+        deltas += engine.step()
+    deltas += drain(engine)["a"]
+    assert text(deltas) == continuation(prompt, 4, stops=())[0]
+    (scores,) = [delta.prompt_logprobs for delta in deltas if delta.prompt_logprobs]
+    assert scores[0] is None
+    assert [(entry.token_id, entry.logprob) for entry in scores[1:]] == [
+        (token, -0.5 * token) for token in prompt[1:]
+    ]
+
+
+def test_the_stop_token_has_its_own_logprob(engine):
+    prompt = long_prompt(12)
+    tokens = continuation(prompt, 12)[0]
+    stop = tokens[5]
+    add(engine, "asks", prompt, max_tokens=12, stop_token_ids=[stop], logprobs=1)
+    add(engine, "plain", prompt, max_tokens=12, stop_token_ids=[stop])
+    found = drain(engine)
+    *before, last = found["asks"]
+    assert all(delta.stop_logprob is None for delta in [*before, *found["plain"]])
+    assert (last.token_ids, last.logprobs) == ([], [])
+    assert (last.stop_logprob.token_id, last.stop_logprob.logprob) == (stop, -0.5 * stop)
+    assert len(last.stop_logprob.top) == 1
+
+
 def test_counters(engine):
     add(engine, "a", long_prompt(5), max_tokens=5)
     drain(engine)
     stats = engine.stats()
     assert (stats.prompt_tokens, stats.generated_tokens) == (6, 5)
-    assert stats.steps == {"stock/prefill": 1, "stock/decode": 4}
+    assert stats.steps == {"stock/prefill": 1, "stock/backend": 4}
     assert (stats.waiting, stats.running, stats.slots_in_use, stats.pages_in_use) == (0, 0, 0, 0)

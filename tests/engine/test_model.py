@@ -65,6 +65,8 @@ class FewPages:
     def __init__(self, executor, pages):
         self.sizes = replace(executor.sizes, pages=pages)
         self.admit, self.run = executor.admit, executor.run
+        self.plan, self.reason = executor.plan, executor.reason
+        self.save, self.resume = executor.save, executor.resume
 
 
 def serve(engine, requests, joins=(), aborts=()):

@@ -1,6 +1,7 @@
 """The sampler: distribution, independence of company, penalties against numpy, acceptance."""
 
 import functools
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -172,6 +173,45 @@ def test_acceptance(wrong, count):
         )
         assert int(result.count[0]) == count
         assert result.tokens[0].tolist() == best.tolist()
+
+
+def test_speculation_keeps_the_distribution():
+    """Pairs of tokens of a Markov chain, the second from the same step where its draft was right.
+
+    20,000 seeds, each its own request; whether a draft is accepted depends on the very noise that
+    picked the token, so the second token might lean, were its own noise not another.
+    """
+    seeds, vocab = 20_000, 6
+    table = np.random.default_rng(3).normal(size=(vocab, vocab)).astype(np.float32)
+    state = make_sampling_state(seeds, vocab)
+    rows = replace(
+        state.rows,
+        temperature=jnp.full(seeds, 0.8, jnp.float32),
+        seed=jnp.arange(seeds, dtype=jnp.uint32),
+    )
+    state = replace(state, rows=rows)
+    slots = np.arange(seeds, dtype=np.int32)
+    step = jax.jit(sample)
+
+    def verify(tokens, drafts, position):
+        logits = table[np.stack([tokens, drafts], axis=1)]
+        positions = np.broadcast_to(np.int32([position, position + 1]), (seeds, 2))
+        found = step(logits, state, slots, drafts[:, None], positions)
+        return np.asarray(found.tokens), np.asarray(found.count)
+
+    drafts = np.random.default_rng(4).integers(0, vocab, seeds, np.int32)
+    tokens, count = verify(np.zeros(seeds, np.int32), drafts, 7)
+    first, accepted = tokens[:, 0], count == 2
+    later, _ = verify(first, drafts, 8)
+    second = np.where(accepted, tokens[:, 1], later[:, 0])
+    assert 0.1 < accepted.mean() < 0.25
+    assert (tokens[accepted, 1] == later[accepted, 0]).all()
+    weights = np.exp(table / np.float32(0.8))
+    chain = weights / weights.sum(axis=1, keepdims=True)
+    expected = (chain[0][:, None] * chain).reshape(-1) * seeds
+    seen = np.bincount(first * vocab + second, minlength=vocab * vocab)
+    statistic = ((seen - expected) ** 2 / expected).sum()
+    assert stats.chi2.sf(statistic, vocab * vocab - 1) > 1e-3
 
 
 def test_greedy_ties_go_to_the_lowest_id():

@@ -1,7 +1,7 @@
 """The scheduler's decisions, and its invariants under random traffic through the whole engine."""
 
 import pytest
-from fakes import FakeExecutor, config, continuation
+from fakes import FakeExecutor, config, continuation, finish
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -14,12 +14,12 @@ from k3jax.scheduler import Decode, Prefill, Scheduler, Sequence, choose_bucket
 BUCKETS = ((1, 8), (1, 32), (2, 8))
 
 
-def scheduler(pages=64, requests=4, budget=None, buckets=BUCKETS):
+def scheduler(pages=64, requests=4, budget=None, buckets=BUCKETS, **options):
     return Scheduler(
         PageAllocator(pages, 4),
         requests=requests,
         table_pages=16,
-        builds=((1, 1), (1, 2), (1, 4)),
+        **{"builds": ((1, 1), (1, 2), (1, 4)), **options},
         buckets=buckets,
         token_budget=budget,
     )
@@ -116,6 +116,43 @@ def test_the_latest_admitted_is_preempted_and_comes_back_in_order():
     assert (chunk.start, chunk.count) == (0, min(len(newer.tokens), step.rows))
 
 
+SPECULATIVE = {"builds": ((4, 1), (2, 2), (1, 4)), "buckets": ((1, 8), (4, 8))}
+
+
+@pytest.mark.parametrize(
+    ("requests", "build"), [(1, (4, 1)), (2, (2, 2)), (3, (1, 4)), (4, (1, 4))]
+)
+def test_the_more_requests_the_fewer_drafts(requests, build):
+    plan = scheduler(**SPECULATIVE)
+    for n in range(requests):
+        plan.add(sequence(str(n), max_tokens=20))
+    step = plan.decide()
+    assert len(step.chunks) == requests
+    land(step)
+    step = plan.decide()
+    assert (step.rows, step.requests) == build
+    assert len(step.sequences) == requests
+
+
+def test_nobody_loses_pages_to_drafts():
+    """A page is missing for the drafts of two, none for their last tokens."""
+    plan = scheduler(pages=1 + 5, **SPECULATIVE)
+    for name in "ab":
+        plan.add(sequence(name, prompt=7, max_tokens=2))
+    land(plan.decide())
+    step = plan.decide()
+    assert (step.rows, step.requests) == (1, 4)
+    assert plan.preemptions == 0
+
+
+def test_pages_ahead_for_a_draft_model():
+    plan = scheduler(lookahead=5, **SPECULATIVE)
+    plan.add(sequence("a", prompt=3, max_tokens=8))
+    land(plan.decide())
+    step = plan.decide()
+    assert [index for _, index, _ in step.page_updates] == [1, 2]  # for tokens below 3 + 4 + 5
+
+
 def test_a_sequence_that_never_fits_is_refused():
     plan = scheduler(pages=5)
     with pytest.raises(ValueError, match="5 pages of 4 tokens; there are 4"):
@@ -153,22 +190,40 @@ EVENTS = st.lists(
 )
 
 
-@settings(max_examples=60, deadline=None)
-@given(EVENTS, st.integers(13, 24), st.integers(1, 4))
-def test_random_traffic_leaks_nothing_and_spoils_no_text(events, pages, requests):
-    """Requests come, go and are preempted: each text is right, and all is free at the end."""
+DRAFTERS = (
+    {},
+    {"drafter": "ngram", "num_spec": 3, "builds": ((4, 1), (2, 2), (1, 4))},
+    {"drafter": "a model", "num_spec": 2, "builds": ((3, 4),)},
+)
+
+
+@settings(max_examples=100, deadline=None)
+@given(EVENTS, st.integers(16, 27), st.integers(1, 4), st.sampled_from(DRAFTERS))
+def test_random_traffic_leaks_nothing_and_spoils_no_text(events, pages, requests, drafting):
+    """Requests come, go and are preempted: each text is right, and all is free at the end.
+
+    One in three has its prompt scored.
+    """
+    if drafting:
+        requests = 4
     run = DecodeConfig(
+        **drafting,
         max_requests=requests,
         max_context=48,
         page_size=4,
         prefill_buckets=((1, 8), (2, 4)),
     )
     engine = Engine(FakeExecutor(run, pages), config(), run)
-    wanted, texts, reasons = {}, {}, {}
+    wanted, texts, reasons, scores = {}, {}, {}, {}
 
     def step():
         for delta in engine.step():
             texts[delta.request_id] += delta.token_ids
+            if delta.prompt_logprobs is not None:
+                found = [
+                    entry and (entry.token_id, entry.logprob) for entry in delta.prompt_logprobs
+                ]
+                assert found == scores.pop(delta.request_id)
             if delta.finish_reason:
                 assert delta.request_id not in reasons
                 reasons[delta.request_id] = (delta.finish_reason, delta.stop_token)
@@ -180,8 +235,11 @@ def test_random_traffic_leaks_nothing_and_spoils_no_text(events, pages, requests
             name = str(len(wanted))
             prompt = [(length * 7 + len(wanted) * 13 + n) % 90 for n in range(length)]
             max_tokens = min(max_tokens, 48 - length)
-            params = SamplingParams(max_tokens=max_tokens)
+            scored = 0 if len(wanted) % 3 == 2 else None
+            params = SamplingParams(max_tokens=max_tokens, prompt_logprobs=scored)
             engine.add(Request(request_id=name, prompt_ids=prompt, params=params))
+            if scored is not None:
+                scores[name] = [None, *((token, -0.5 * token) for token in prompt[1:])]
             wanted[name], texts[name] = continuation(prompt, max_tokens), []
         elif kind == "abort":
             engine.abort(str(numbers[0]))
@@ -189,11 +247,7 @@ def test_random_traffic_leaks_nothing_and_spoils_no_text(events, pages, requests
         else:
             for _ in range(numbers[0]):
                 step()
-    for _ in range(3000):
-        if not engine.has_work():
-            break
-        step()
-    assert not engine.has_work()
+    finish(engine, step)
     assert engine.allocator.in_use == 0
     assert not engine.scheduler.running
     for name, (tokens, stop) in wanted.items():
@@ -202,3 +256,4 @@ def test_random_traffic_leaks_nothing_and_spoils_no_text(events, pages, requests
         else:
             assert texts[name] == tokens
             assert reasons[name] == ("length" if stop is None else "stop", stop)
+            assert name not in scores

@@ -5,8 +5,10 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -16,6 +18,7 @@ from fakes import FakeExecutor, config, continuation
 from k3jax.decode.config import DecodeConfig
 from k3jax.engine import Engine
 from k3jax.request import Request, SamplingParams
+from k3jax.serve import worker
 from k3jax.serve.link import (
     Abort,
     Add,
@@ -25,6 +28,8 @@ from k3jax.serve.link import (
     Ready,
     Shutdown,
     ToFront,
+    Trace,
+    Traced,
     WorkerSettings,
 )
 from k3jax.serve.worker import Server, decode_config_of
@@ -68,6 +73,18 @@ def add(name, prompt, params=PARAMS):
     return Add(Request(request_id=name, prompt_ids=prompt, params=params))
 
 
+def test_profiles_steps(tmp_path):
+    two, again = Trace(2, str(tmp_path / "a")), Trace(1, str(tmp_path / "b"))
+    end, _ = run_server([add("a", [1, 2]), two, again], [], [], [Shutdown(drain=True)])
+    answers = [message for message in end.sent if isinstance(message, Traced)]
+    assert [answer.error for answer in answers] == [
+        "a profile is being taken: 2 steps are missing",
+        None,
+    ]
+    assert list((tmp_path / "a").rglob("*.xplane.pb"))
+    assert not (tmp_path / "b").exists()
+
+
 def test_drains_open_requests_and_refuses_new_ones():
     end, engine = run_server([add("a", [1, 2])], [Shutdown(drain=True), add("late", [3])])
     texts, ends = end.texts()
@@ -97,6 +114,88 @@ def test_a_refused_request_gets_an_error_and_the_others_go_on():
     assert ends["good"].finish_reason == "abort"
 
 
+class Anything:
+    """A grammar that allows all tokens."""
+
+    error = None
+
+    def fill(self, mask, drafts=()):
+        mask[:] = 0xFFFFFFFF
+
+    def advance(self, tokens):
+        pass
+
+
+class Grammars:
+    """Compiles a grammar once it is let; those that were begun, and in which threads."""
+
+    def __init__(self):
+        self.let = threading.Event()
+        self.begun, self.threads = [], set()
+
+    def __call__(self, grammar):
+        self.begun.append(grammar)
+        self.threads.add(threading.get_ident())
+        assert self.let.wait(30)
+        if grammar == "wrong":
+            raise ValueError("a wrong grammar")
+        return Anything()
+
+
+class LateEnd(ScriptedEnd):
+    """Lets grammars be compiled once some request has ended, then drains when all have."""
+
+    def __init__(self, grammars, after, turn):
+        super().__init__(turn)
+        self.grammars, self.after = grammars, after
+
+    def send(self, message):
+        super().send(message)
+        if self.after in self.texts()[1] and not self.grammars.let.is_set():
+            assert "slow" not in self.texts()[0]
+            self.turns.append([Abort("gone"), Shutdown(drain=True)])
+            self.grammars.let.set()
+
+
+def test_others_go_on_while_a_grammar_is_compiled():
+    """So it is compiled beside the steps; an abort meanwhile and a drain after it are heeded."""
+    grammars = Grammars()
+    engine = Engine(
+        FakeExecutor(RUN, pages=40), config(), RUN, guides=SimpleNamespace(matcher=grammars)
+    )
+    held = {
+        name: add(name, [7, 8], msgspec.structs.replace(PARAMS, grammar=name))
+        for name in ("slow", "wrong", "gone")
+    }
+    end = LateEnd(grammars, "other", [*held.values(), add("other", [1, 2])])
+    Server(engine, end).run()
+    texts, ends = end.texts()
+    assert texts["other"] == continuation([1, 2], 5, stops=())[0]
+    assert texts["slow"] == continuation([7, 8], 5, stops=())[0]
+    assert (ends["wrong"].finish_reason, ends["wrong"].error) == ("error", "a wrong grammar")
+    assert "gone" not in ends
+    assert threading.get_ident() not in grammars.threads
+    assert not engine.has_work()
+
+
+@pytest.mark.parametrize(("asked", "used"), [(None, "float32"), ("bfloat16", "bfloat16")])
+def test_a_cpu_computes_in_float32_unless_told_otherwise(monkeypatch, asked, used):
+    monkeypatch.setattr(worker, "Executor", lambda *given, **_: given[2])
+    monkeypatch.setattr(worker, "load_params", lambda *_, **__: None)
+    model = str(ROOT / "checkpoints" / "k3-tiny")
+    settings = WorkerSettings(address="", parent=0, model=model, dtype=asked)
+    assert worker.load_executor(settings, lambda text: None).dtype == used
+
+
+def test_compiled_kernels_are_refused_on_a_cpu_before_anything_is_loaded():
+    model = str(ROOT / "checkpoints" / "k3-tiny")
+    settings = WorkerSettings(address="", parent=0, model=model, impl="pallas")
+    told = []
+    with pytest.raises(ValueError, match="impl pallas needs a GPU"):
+        worker.load_executor(settings, told.append)
+    assert not told
+
+
 def test_settings_that_are_not_given_keep_the_defaults():
     settings = WorkerSettings(address="", parent=1, model="", dtype="float32", builds=[(1, 16)])
     run = decode_config_of(settings)
@@ -119,7 +218,7 @@ class Front:
     def send(self, message):
         self.socket.send(msgspec.msgpack.encode(message))
 
-    def receive(self, seconds=120):
+    def receive(self, seconds=600):  # it compiles meanwhile
         assert self.socket.poll(seconds * 1000), "the worker is silent"
         return msgspec.msgpack.decode(self.socket.recv(), type=ToFront)
 
