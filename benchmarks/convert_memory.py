@@ -108,7 +108,8 @@ def main() -> int:
         largest = max(spec.nbytes for spec in group_params(config, "layers.1").values())
         print(
             f"{size / GIB:.2f} GiB, {options.layers} layers, the largest stacked tensor "
-            f"{largest / GIB:.2f} GiB; importing takes {baseline / GIB:.2f} GiB"
+            f"{largest / GIB:.2f} GiB; importing takes {baseline / GIB:.2f} GiB",
+            flush=True,
         )
         for to, arguments in (
             ("orbax", (str(made), str(orbax))),
@@ -117,7 +118,8 @@ def main() -> int:
             bytes_peak, seconds = peak(*arguments)
             above = (bytes_peak - baseline) / GIB
             speed = size / 1e9 / (seconds - imports)
-            print(f"to {to:5}  {above:.2f} GiB above (limit {options.limit}), {speed:.2f} GB/s")
+            row = f"to {to:5}  {above:.2f} GiB above (limit {options.limit}), {speed:.2f} GB/s"
+            print(row, flush=True)
             results |= {f"{to}_peak_gib": above, f"{to}_gb_per_second": speed}
     print(json.dumps(results))
     return int(max(results["orbax_peak_gib"], results["hf_peak_gib"]) > options.limit)

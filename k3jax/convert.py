@@ -20,12 +20,14 @@ from k3jax.checkpoint.files import (
     copy_small_files,
     fingerprint,
     write_state,
+    write_text,
 )
 from k3jax.checkpoint.loading import open_checkpoint
 from k3jax.checkpoint.orbax import PARAMS
 from k3jax.checkpoint.saving import Done, save_source
 from k3jax.config import K3Config
 from k3jax.sizes import bytes_at_rest
+from k3jax.tokenizer_json import tokenizer_files
 
 
 def convert(source: str | Path, target: str | Path, to: str, done: Done) -> None:
@@ -33,15 +35,19 @@ def convert(source: str | Path, target: str | Path, to: str, done: Done) -> None
 
     to: "orbax" or "hf". done: called with each group and its bytes, also with those that an earlier
     run left. Values stay bit for bit; vision tensors and layers past the last are left out. Host
-    memory stays near the largest stacked tensor. Raises ValueError if the source is broken, is of
-    that kind already, or if `target` holds something else.
+    memory stays near the largest stacked tensor. With "hf" a `tokenizer.json` is made from the rank
+    file. Raises ValueError if the source is broken, is of that kind already, or if `target` holds
+    something else.
     """
     source, target = Path(source), Path(target)
     if to not in ("orbax", "hf"):
         raise ValueError(f"a checkpoint converts to 'orbax' or 'hf', not to {to!r}")
     config = K3Config.from_file(source)
-    if (source / PARAMS).is_dir() == (to == "orbax"):
-        raise ValueError(f"{source} is not a checkpoint to convert to {to}")
+    is_orbax = (source / PARAMS).is_dir()
+    if is_orbax == (to == "orbax"):
+        kind, other = ("an Orbax", "hf") if is_orbax else ("a Hugging Face", "orbax")
+        raise ValueError(f"{source} is {kind} checkpoint already: it converts with --to {other}")
+    made_files = tokenizer_files(source) if to == "hf" else {}
     with open_checkpoint(source, config) as opened:
         state = ConversionState(str(source), fingerprint(source), finished=False)
         _check_target(target, state)
@@ -52,6 +58,8 @@ def convert(source: str | Path, target: str | Path, to: str, done: Done) -> None
         else:
             save_hf(opened, target, done)
     copy_small_files(source, target)
+    for name, text in made_files.items():
+        write_text(target / name, text)
     write_state(target, ConversionState(state.source, state.fingerprint, finished=True))
 
 

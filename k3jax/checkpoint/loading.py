@@ -39,9 +39,9 @@ class LoadProgress:
     seconds: float
 
     @property
-    def gb_per_second(self) -> float:
-        """Mean throughput since the start, in 10^9 bytes a second."""
-        return self.bytes_done / 1e9 / self.seconds if self.seconds else 0.0
+    def bytes_per_second(self) -> float:
+        """Mean throughput since the start."""
+        return self.bytes_done / self.seconds if self.seconds else 0.0
 
 
 def open_checkpoint(path: str | Path, config: K3Config) -> Source:

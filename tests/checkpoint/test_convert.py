@@ -12,7 +12,11 @@ import pytest
 from editable import Editable
 
 from k3jax import convert as module
+from k3jax.checkpoint.loading import open_checkpoint
+from k3jax.config import K3Config
 from k3jax.convert import convert, main
+from k3jax.logical import group_params, groups
+from k3jax.tokenizer import Tokenizer
 
 ROOT = Path(__file__).parents[2]
 
@@ -46,6 +50,29 @@ def test_there_and_back_is_bit_exact(either, tmp_path):
     assert index["weight_map"].keys() == before.keys()
     size = sum(values.nbytes for _, values in before.values())
     assert index["metadata"]["total_size"] == size
+
+
+def test_an_export_of_orbax_comes_back_bit_exact(tmp_path):
+    """Packed experts too; the tokenizer's files are made once and kept from then on."""
+    source = ROOT / "checkpoints" / "k3-tiny"
+    for name, before, to in (("a", source, "orbax"), ("b", "a", "hf"), ("c", "b", "orbax")):
+        convert(tmp_path / before, tmp_path / name, to, ignore)
+    convert(tmp_path / "c", tmp_path / "d", "hf", ignore)
+    config = K3Config.from_file(source)
+    packed = 0
+    with open_checkpoint(tmp_path / "a", config) as a, open_checkpoint(tmp_path / "c", config) as c:
+        for group in groups(config):
+            for name in group_params(config, group):
+                first, second = a.read(group, name), c.read(group, name)
+                assert (first.dtype, first.shape) == (second.dtype, second.shape), name
+                assert first.tobytes() == second.tobytes(), name
+                packed += first.nbytes if first.dtype == np.uint8 else 0
+    assert (
+        packed == 6 * 16 * 3 * 64 * 96 * 17 // 32
+    )  # layers, experts, matrices, 4.25 bits a weight
+    for name in ("tokenizer.json", "tokenizer_config.json", "tiktoken.model"):
+        assert (tmp_path / "b" / name).read_bytes() == (tmp_path / "d" / name).read_bytes()
+    assert Tokenizer.from_directory(tmp_path / "d").encode("text") == list(b"text")
 
 
 def test_the_safetensors_library_reads_the_export(linear, tmp_path):
@@ -138,7 +165,7 @@ def test_other_sources_and_full_targets_are_refused(linear, tmp_path):
     target = tmp_path / "target"
     with pytest.raises(ValueError, match="not to 'gguf'"):
         convert(linear.directory, target, "gguf", ignore)
-    with pytest.raises(ValueError, match="is not a checkpoint to convert to hf"):
+    with pytest.raises(ValueError, match=r"is a Hugging Face checkpoint already: .* --to orbax"):
         convert(linear.directory, target, "hf", ignore)
     target.mkdir()
     (target / "mine.txt").write_text("precious")
@@ -148,7 +175,7 @@ def test_other_sources_and_full_targets_are_refused(linear, tmp_path):
         convert(linear.directory, target / "mine.txt", "orbax", ignore)
     (target / "mine.txt").unlink()
     convert(linear.directory, target, "orbax", ignore)
-    with pytest.raises(ValueError, match="is not a checkpoint to convert to orbax"):
+    with pytest.raises(ValueError, match=r"is an Orbax checkpoint already: .* --to hf"):
         convert(target, tmp_path / "again", "orbax", ignore)
     linear.values("model.norm.weight")[0] += 1
     linear.write()
