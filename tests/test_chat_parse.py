@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from k3jax.chat import ChatEvent, ChatOptions, ChatParser, encode, render
+from k3jax.chat import ChatEvent, ChatOptions, ChatParser, encode, message_of, render
 from k3jax.tokenizer import Tokenizer
 
 TOKENIZER = Tokenizer.from_directory(Path(__file__).parent.parent / "checkpoints" / "k3-tiny")
@@ -234,9 +234,12 @@ def test_what_the_prompt_says_of_an_answer_parses_back(reasoning, content, calls
     ids = encode(TOKENIZER, render([message], None, options))
     opening = encode(TOKENIZER, render([], None, options))
     events = parse([ids[len(opening) : len(ids) - len(opening)]], thinking)
-    assert "".join(e.text for e in events if e.kind == "content") == content
-    assert "".join(e.text for e in events if e.kind == "reasoning") == reasoning * thinking
-    assert [e.text for e in events if e.kind == "call"] == [name for name, _ in calls]
-    for index, (_, arguments) in enumerate(calls):
-        text = "".join(e.text for e in events if e.kind == "arguments" and e.index == index)
-        assert json.loads(text) == arguments
+    found = message_of(events)
+    assert found["content"] == content
+    assert found.get("reasoning_content", "") == reasoning * thinking
+    made = [call["function"] for call in found.get("tool_calls", ())]
+    assert [(call["name"], json.loads(call["arguments"])) for call in made] == calls
+    assert message_of(event for event in events if event.kind == "content") == {
+        "role": "assistant",
+        "content": content,
+    }

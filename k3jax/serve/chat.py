@@ -10,7 +10,7 @@ from msgspec import UNSET, UnsetType
 from k3jax.chat import ChatEvent, ChatParser
 from k3jax.request import Delta, TokenLogprob
 from k3jax.serve import replies
-from k3jax.serve.protocol import ChatRequest
+from k3jax.serve.chat_request import ChatRequest
 from k3jax.serve.stops import StopMatcher
 from k3jax.serve.stream import Head, Tally, UsageField, finite
 from k3jax.tokenizer import Tokenizer
@@ -37,6 +37,7 @@ class ChatChoice:
         self._matcher = StopMatcher(request.stops)
         self._generated = 0
         self._calls = 0
+        self._has_enough_calls = False
         self._begun = False
         self._read = 0  # characters of content that were parsed
         self._shown = 0  # and that were given out
@@ -49,11 +50,12 @@ class ChatChoice:
         for place, token in enumerate(delta.token_ids):
             score = None if delta.logprobs is None else delta.logprobs[place]
             self._push_token(token, score, added)
-            if self._matcher.matched is not None:
+            if self._matcher.matched is not None or self._has_enough_calls:
                 break
         stop_reason: str | int | None = self._matcher.matched
-        if stop_reason is not None:
-            self.finish_reason, self.tally.completion = "stop", self._generated
+        if stop_reason is not None or self._has_enough_calls:
+            self.finish_reason = "stop" if stop_reason is not None else "tool_calls"
+            self.tally.completion = self._generated
         elif delta.finish_reason is not None:
             self._finish(delta, added)
             if delta.stop_token in (self._request.stop_token_ids or ()):
@@ -89,6 +91,9 @@ class ChatChoice:
                 self._read += len(event.text)
                 early = self._generated <= (self._request.min_tokens or 0)
                 added.content += event.text if early else self._matcher.push(event.text)
+            elif event.kind == "call" and self._calls and self._request.calls_once:
+                self._has_enough_calls = True
+                return
             elif event.kind == "call":
                 self._calls += 1
                 added.calls.append(
@@ -114,6 +119,7 @@ class ChatChoice:
         delta = replies.ChatDelta(
             role=UNSET if self._begun else "assistant",
             reasoning_content=added.reasoning or UNSET,
+            reasoning=added.reasoning or UNSET,
             content=added.content or (UNSET if self._begun else ""),
             tool_calls=added.calls or UNSET,
         )
@@ -212,6 +218,7 @@ def _join(pieces: Sequence[replies.ChatChunkChoice]) -> replies.ChatChoice:
             role="assistant",
             content=content if content or not calls else None,
             reasoning_content=reasoning or UNSET,
+            reasoning=reasoning or UNSET,
             tool_calls=calls or UNSET,
         ),
         logprobs=replies.ChatLogprobs(content=[s for part in scores for s in part])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
 
-from msgspec import UNSET
+from msgspec import UNSET, UnsetType
 
 from k3jax.request import Delta, TokenLogprob
 from k3jax.serve import replies
@@ -28,6 +28,7 @@ class CompletionChoice:
         self._request = request
         self._index = index
         self._echoed = prompt_ids if request.echo else []
+        self._prompt_scores: list[dict[str, replies.PromptToken] | None] | UnsetType = UNSET
         self._show_control = request.skip_special_tokens is False
         self._detokenizer = Detokenizer(tokenizer, show_control=self._show_control)
         self._matcher = StopMatcher(request.stops)
@@ -39,6 +40,8 @@ class CompletionChoice:
     def push(self, delta: Delta) -> replies.CompletionChoice | None:
         """The piece that a delta brings, if any; sets `finish_reason` with the last."""
         self.tally.add(delta)
+        if delta.prompt_logprobs is not None and self._request.prompt_logprobs is not None:
+            self._prompt_scores = [self._prompt_token(score) for score in delta.prompt_logprobs]
         text = self._echo(delta)
         if self._request.max_tokens == 0:  # only the prompt was asked for
             self.finish_reason, self.tally.completion = "length", 0
@@ -51,6 +54,8 @@ class CompletionChoice:
             rest = self._detokenizer.finish()
             self._read += len(rest)
             text += self._matcher.push(rest) + self._matcher.flush()
+            if delta.stop_token is not None and delta.stop_logprob is not None:
+                self._scores.append((self._read, delta.stop_token, delta.stop_logprob))
             self.finish_reason = "stop" if delta.finish_reason == "stop" else "length"
             if delta.stop_token in (self._request.stop_token_ids or ()):
                 stop_reason = delta.stop_token
@@ -88,7 +93,9 @@ class CompletionChoice:
     def _piece(self, text: str, stop_reason: str | int | None) -> replies.CompletionChoice | None:
         self._shown += len(text)
         logprobs = None if self._request.logprobs is None else self._logprobs()
-        if not text and self.finish_reason is None and not (logprobs and logprobs.tokens):
+        scores, self._prompt_scores = self._prompt_scores, UNSET
+        said = text or scores is not UNSET or (logprobs and logprobs.tokens)
+        if not said and self.finish_reason is None:
             return None
         return replies.CompletionChoice(
             index=self._index,
@@ -96,6 +103,7 @@ class CompletionChoice:
             logprobs=logprobs,
             finish_reason=self.finish_reason,
             stop_reason=UNSET if stop_reason is None else stop_reason,
+            prompt_logprobs=scores,
         )
 
     def _logprobs(self) -> replies.CompletionLogprobs:
@@ -108,15 +116,33 @@ class CompletionChoice:
         return replies.CompletionLogprobs(
             tokens=names,
             token_logprobs=[None if s is None else finite(s.logprob) for _, _, s in ready],
-            top_logprobs=[self._top(score) for _, _, score in ready] if wanted else None,
+            top_logprobs=[self._top(score, wanted) for _, _, score in ready] if wanted else None,
             text_offset=[offset for offset, _, _ in ready],
         )
 
-    def _top(self, score: TokenLogprob | None) -> dict[str, float] | None:
+    def _prompt_token(self, score: TokenLogprob | None) -> dict[str, replies.PromptToken] | None:
+        """The most probable tokens at a place of the prompt, and the one that stands there."""
+        if score is None:
+            return None
+        best = score.top[: self._request.prompt_logprobs]
+        ranked: list[tuple[int, float, int | None]] = [
+            (token, value, rank) for rank, (token, value) in enumerate(best, 1)
+        ]
+        if score.token_id not in [token for token, _, _ in ranked]:
+            ranked.append((score.token_id, score.logprob, None))
+        return {
+            str(token): replies.PromptToken(
+                logprob=finite(value), rank=rank, decoded_token=self._tokenizer.decode([token])
+            )
+            for token, value, rank in ranked
+        }
+
+    def _top(self, score: TokenLogprob | None, wanted: int) -> dict[str, float] | None:
         """The most probable tokens; the one that was taken is always among them."""
         if score is None:
             return None
-        top = {token_name(self._tokenizer, token): finite(value) for token, value in score.top}
+        best = score.top[:wanted]
+        top = {token_name(self._tokenizer, token): finite(value) for token, value in best}
         top.setdefault(token_name(self._tokenizer, score.token_id), finite(score.logprob))
         return top
 
@@ -162,6 +188,7 @@ def _join(pieces: Sequence[replies.CompletionChoice]) -> replies.CompletionChoic
         logprobs=_join_logprobs(scores) if scores else None,
         finish_reason=last.finish_reason,
         stop_reason=last.stop_reason,
+        prompt_logprobs=pieces[0].prompt_logprobs,
     )
 
 

@@ -61,10 +61,18 @@ async def on_api_error(_: Request, error: ApiError) -> JSONResponse:
     return error.response()
 
 
-async def on_http_error(_: Request, error: HTTPException) -> JSONResponse:
+async def on_http_error(http: Request, error: HTTPException) -> JSONResponse:
     """Handler of the framework's own errors: no such route, wrong method, unreadable body."""
-    response = ApiError(error.status_code, str(error.detail)).response()
-    response.headers.update(error.headers or {})
+    headers = error.headers or {}
+    message = str(error.detail)
+    if error.status_code == 404:
+        message = f"there is no {http.method} {http.url.path} here: /docs says what there is"
+    elif error.status_code == 405:
+        message = f"{http.url.path} takes {headers.get('Allow')}, not {http.method}"
+    elif error.__cause__ is not None:
+        message = f"the body is not JSON: {error.__cause__}".partition(";")[0]
+    response = ApiError(error.status_code, message).response()
+    response.headers.update(headers)
     return response
 
 
@@ -74,6 +82,8 @@ async def on_invalid_request(_: Request, error: RequestValidationError) -> JSONR
     if found[0]["type"] == "json_invalid":
         reason = found[0].get("ctx", {}).get("error", "")
         return bad_request(f"the body is not JSON: {reason}").response()
+    if error.body is None:
+        return bad_request("the body is empty: send a JSON object").response()
     if isinstance(error.body, bytes):
         return bad_request("send JSON, with Content-Type: application/json").response()
     first = _path(found[0], error.body)
@@ -105,7 +115,8 @@ def _path(entry: Mapping[str, Any], body: Any) -> str:
         else:
             continue
         body = body[step]
-    return path
+    # A field of another server, which was read as one of ours, is not in the body by that name.
+    return path or ".".join(step for step in location if isinstance(step, str))
 
 
 def _printable(text: str) -> str:

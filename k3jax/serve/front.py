@@ -1,36 +1,70 @@
 """The front process: binds the port, starts the engine child, serves until one of them ends.
 
-The child may load for minutes or die at any time; the front is there all along and says so.
+The child may load for minutes or die at any time; the front is there all along and says so. It may
+start another child then.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import math
 import os
 import signal
 import socket
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+import time
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import msgspec
-import uvicorn
 
 from k3jax.chat import end_ids
-from k3jax.serve.app import Served, create_app
+from k3jax.serve.app import create_app
 from k3jax.serve.client import EngineClient
+from k3jax.serve.http import HttpServer, http_server
+from k3jax.serve.limits import Limits
 from k3jax.serve.link import FrontEnd, Progress, Ready, Shutdown, WorkerSettings
+from k3jax.serve.log import Log
 from k3jax.serve.metrics import Metrics
+from k3jax.serve.restarts import Death, Restarts, death_of
+from k3jax.serve.served import Served
 from k3jax.tokenizer import Tokenizer
 
 WORKER = (sys.executable, "-m", "k3jax.serve.worker")
-IDLE_CONNECTION_SECONDS = 300  # a client's pool may keep a connection so long between requests
+LIVES = 2  # engines that one request may outlive: it might be what they die of
 FAILURE_SECONDS = 1.0  # after the engine died, for open requests and probes to hear of it
+DRAIN_POLL_SECONDS = 0.05  # between two looks at what is still open
 STOP_SECONDS = 10.0  # for the engine to end when told, before it is killed
+
+
+@dataclass(frozen=True)
+class EngineChild:
+    """One engine process, and the front's end of the link to it."""
+
+    process: asyncio.subprocess.Process
+    link: FrontEnd
+
+    async def watch(self, client: EngineClient) -> None:
+        """The engine should not end before the front."""
+        status = await self.process.wait()
+        await asyncio.sleep(0.1)  # its last message says more than its status
+        client.fail(death_of(status))
+
+    async def stop(self, *, ask: bool) -> None:
+        """End it, at first by asking for it; kill it if that takes too long."""
+        if self.process.returncode is None and ask:
+            self.link.send(Shutdown())
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self.process.wait(), STOP_SECONDS)
+        if self.process.returncode is None:  # it still loads, or hangs; there is nothing to save
+            self.process.kill()
+            await self.process.wait()
+        self.link.close()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,14 +78,8 @@ class FrontSettings:
     drain_seconds: float
     worker: WorkerSettings
     worker_command: Sequence[str] = WORKER
-
-
-class HttpServer(uvicorn.Server):
-    """A uvicorn server that leaves the signals to the front."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
+    restarts: bool = False  # an engine that was ready and failed is followed by another
+    limits: Limits = field(default_factory=Limits)
 
 
 class Front:
@@ -62,60 +90,60 @@ class Front:
 
     def __init__(self, settings: FrontSettings) -> None:
         self._settings = settings
+        self._log = Log(settings.limits.log)
         self._tokenizer = Tokenizer.from_directory(settings.model)
         self._listener = _listen(settings.host, settings.port)
         self._stopping, self._hurry = asyncio.Event(), asyncio.Event()
+        self._started = 0  # engines
+        self._worker, self._restarts = settings.worker, Restarts()  # of the next engine
 
     async def run(self) -> int:
         """Serve; 0 after SIGTERM or SIGINT, 1 if the engine failed."""
         # A socket's path has some hundred characters at most, which a TMPDIR may take up alone.
         short = len(tempfile.gettempdir()) < 64
         with tempfile.TemporaryDirectory(prefix="k3jax-", dir=None if short else "/tmp") as folder:
-            address = f"ipc://{folder}/engine"
-            link = FrontEnd(address)
-            client = EngineClient(link, Metrics())
-            engine = await self._start_engine(address)
+            self._folder = folder
+            self._child = await self._start_engine()
+            metrics = Metrics(self._settings.worker.tp or 1)
+            metrics.engine = self._child.process.pid
+            lives = LIVES if self._settings.restarts else 0
+            client = EngineClient(self._child.link, metrics, self._settings.limits, lives=lives)
             try:
-                return await self._serve(link, client, engine)
+                return await self._serve(client)
             finally:
-                await _stop_engine(engine, link, client)
-                link.close()
+                await self._child.stop(ask=client.info is not None)
 
-    async def _start_engine(self, address: str) -> asyncio.subprocess.Process:
+    async def _start_engine(self) -> EngineChild:
+        self._started += 1
+        address = f"ipc://{self._folder}/engine{self._started}"
+        link = FrontEnd(address)
         worker = msgspec.structs.replace(
-            self._settings.worker,
+            self._worker,
             address=address,
             parent=os.getpid(),
             end_ids=end_ids(self._tokenizer),
         )
-        return await asyncio.create_subprocess_exec(
+        process = await asyncio.create_subprocess_exec(
             *self._settings.worker_command,
             msgspec.json.encode(worker).decode(),
             start_new_session=True,  # a Ctrl-C in the terminal is for the front alone
         )
+        return EngineChild(process, link)
 
-    async def _serve(
-        self, link: FrontEnd, client: EngineClient, engine: asyncio.subprocess.Process
-    ) -> int:
+    async def _serve(self, client: EngineClient) -> int:
         served = Served(self._settings.served_name, self._tokenizer, client)
-        server = HttpServer(
-            uvicorn.Config(
-                create_app(served),
-                log_level="warning",
-                access_log=False,
-                lifespan="off",
-                ws="none",
-                timeout_keep_alive=IDLE_CONNECTION_SECONDS,
-                timeout_graceful_shutdown=1 + math.ceil(self._settings.drain_seconds),
-            )
+        limits = self._settings.limits
+        server = http_server(
+            create_app(served, limits, self._log),
+            drain_seconds=1 + math.ceil(self._settings.drain_seconds),
         )
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._on_signal)
         http = asyncio.create_task(server.serve(sockets=[self._listener]))
+        loop.run_in_executor(None, settle, served)
         tasks: set[asyncio.Task[object]] = {
-            asyncio.create_task(self._receive(link, client)),
-            asyncio.create_task(_watch(engine, client)),
+            asyncio.create_task(self._keep_engine(client)),
             asyncio.create_task(self._stopping.wait()),
         }
         try:
@@ -123,43 +151,94 @@ class Front:
             if client.state == "failed":
                 await asyncio.sleep(FAILURE_SECONDS)
             elif self._stopping.is_set():
-                _say(f"stopping: {client.open_requests} open requests may end")
+                self._log.say(f"stopping: {client.open_requests} open requests may end")
                 client.drain()
-            server.should_exit = True
-            await self._drain(http, client)
-            server.force_exit = True
-            await http
+            await self._drain(server, http, client)
         finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.wait(tasks)
-        for task in tasks:
-            if not task.cancelled():
-                task.result()  # raises what it died of
+            await cancel_all(tasks)
+        raise_failure(tasks)
         if client.state == "failed":
-            _say(f"the engine failed: {client.failure}")
+            self._log.say(f"the engine failed: {client.failure}")
         return 0 if self._stopping.is_set() and client.state != "failed" else 1
 
-    async def _drain(self, http: asyncio.Task[None], client: EngineClient) -> None:
-        """Wait for the open requests, up to `drain_seconds` or a second signal; end the others."""
-        hurry = asyncio.create_task(self._hurry.wait())
-        seconds = self._settings.drain_seconds
-        await asyncio.wait({http, hurry}, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
-        hurry.cancel()
+    async def _drain(
+        self, server: HttpServer, http: asyncio.Task[None], client: EngineClient
+    ) -> None:
+        """Wait for the open requests, up to `drain_seconds` or a second signal; end the others.
+
+        Meanwhile connections are taken, so that new requests and probes hear what is going on.
+        """
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + self._settings.drain_seconds
+        either = {http, asyncio.create_task(self._hurry.wait())}
+
+        async def wait(seconds: float) -> bool:
+            """Whether there is time left, and reason to wait."""
+            left = deadline - loop.time()
+            ended, _ = await asyncio.wait(
+                either, timeout=max(0.0, min(seconds, left)), return_when=asyncio.FIRST_COMPLETED
+            )
+            return not ended and left > 0
+
+        while client.open_requests and await wait(DRAIN_POLL_SECONDS):
+            pass
+        server.should_exit = True
+        await wait(math.inf)
+        await cancel_all(either - {http})
         client.end_open("the server shut down before the end of the answer")
         await asyncio.wait({http}, timeout=FAILURE_SECONDS)
+        server.force_exit = True
+        await http
 
-    async def _receive(self, link: FrontEnd, client: EngineClient) -> None:
+    async def _keep_engine(self, client: EngineClient) -> None:
+        """Follow the engine until it fails; where it may, another takes its place.
+
+        An engine that never got ready would fail again.
+        """
+        while True:
+            tasks = {
+                asyncio.create_task(self._receive(client)),
+                asyncio.create_task(self._child.watch(client)),
+            }
+            try:
+                await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                await cancel_all(tasks)
+            raise_failure(tasks)
+            if not self._may_restart(client):
+                client.give_up()
+                return
+            await asyncio.sleep(FAILURE_SECONDS)
+            await self._child.stop(ask=False)
+            self._child = await self._start_engine()
+            client.metrics.engine = self._child.process.pid
+            client.restart(self._child.link)
+
+    def _may_restart(self, client: EngineClient) -> bool:
+        """Whether another engine follows the one that failed; the log says which, or why none."""
+        if not self._settings.restarts or client.info is None or self._stopping.is_set():
+            return False
+        death = client.death or Death("")
+        try:
+            self._worker = self._restarts.next(self._worker, death, time.monotonic())
+        except RuntimeError as error:
+            self._log.say(f"no other engine starts: {error}")
+            return False
+        path = " on the stock path (--decode-backend stock)" if death.kernels else ""
+        self._log.say(f"the engine failed: {death.reason}; another one starts{path}")
+        return True
+
+    async def _receive(self, client: EngineClient) -> None:
         """Act on the engine's messages until it fails."""
         while client.state != "failed":
             try:
-                message = await link.receive()
+                message = await self._child.link.receive()
             except msgspec.DecodeError as error:
-                client.fail(f"a message that cannot be read: {error}")
+                client.fail(Death(f"a message that cannot be read: {error}"))
                 return
             client.handle(message)
             if isinstance(message, Progress):
-                _say(message.text)
+                self._log.say(message.text)
             elif isinstance(message, Ready):
                 self._announce(client)
 
@@ -185,32 +264,31 @@ class Front:
         self._stopping.set()
 
 
+def settle(served: Served) -> None:
+    """Read the vocabulary for grammars now, while nobody waits for a token.
+
+    What is there then stays, so no collection of garbage need walk it while tokens are awaited.
+    """
+    _ = served.guides
+    gc.collect()
+    gc.freeze()
+
+
 def _listen(host: str, port: int) -> socket.socket:
     """Bind now, so that health and progress can be asked while the model loads."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     return socket.create_server((host, port), family=family, backlog=2048)
 
 
-async def _watch(engine: asyncio.subprocess.Process, client: EngineClient) -> None:
-    """The engine should not end before the front."""
-    status = await engine.wait()
-    await asyncio.sleep(0.1)  # its last message says more than its status
-    how = f"by signal {signal.Signals(-status).name}" if status < 0 else f"with status {status}"
-    client.fail(f"the engine process ended {how}")
+async def cancel_all(tasks: Collection[asyncio.Task[Any]]) -> None:
+    """Cancel tasks and wait until they have ended."""
+    for task in tasks:
+        task.cancel()
+    await asyncio.wait(tasks)
 
 
-async def _stop_engine(
-    engine: asyncio.subprocess.Process, link: FrontEnd, client: EngineClient
-) -> None:
-    """Ask the engine to end; kill it if it does not in time."""
-    if engine.returncode is None and client.info is not None:
-        link.send(Shutdown())
-        with contextlib.suppress(asyncio.TimeoutError):
-            await asyncio.wait_for(engine.wait(), STOP_SECONDS)
-    if engine.returncode is None:  # it still loads, or hangs; there is nothing to save
-        engine.kill()
-        await engine.wait()
-
-
-def _say(text: str) -> None:
-    print(f"k3jax: {text}", file=sys.stderr, flush=True)
+def raise_failure(tasks: Collection[asyncio.Task[Any]]) -> None:
+    """Raise what an ended task died of, if one did not end by being cancelled."""
+    for task in tasks:
+        if not task.cancelled():
+            task.result()

@@ -27,15 +27,23 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
     parent: int  # process id of the front: the child ends when its parent does
     model: str  # directory
     end_ids: list[int] = []
+    coordinator: str | None = None  # HOST:PORT of rank 0, where there are several processes
+    num_processes: int = 1
+    process_id: int = 0
     dtype: str | None = None
     tp: int | None = None
     max_requests: int | None = None
     max_context: int | None = None
     page_size: int | None = None
     cache_memory: int | None = None
+    prefix_cache: int | None = None
     decode_backend: str | None = None
     impl: str | None = None
+    num_spec: int | None = None
+    drafter: str | None = None
     builds: list[tuple[int, int]] | None = None
+    step_timeout: float | None = None
+    inject_fault: str | None = None
     compile_cache: str | None = None
 
 
@@ -57,6 +65,19 @@ class Shutdown(msgspec.Struct, frozen=True, tag=True):
     drain: bool = False
 
 
+class Trace(msgspec.Struct, frozen=True, tag=True):
+    """Front to engine: profile the next steps into a directory."""
+
+    steps: int
+    directory: str
+
+
+class Traced(msgspec.Struct, frozen=True, tag=True):
+    """Engine to front: a profile is written, or why it is not."""
+
+    error: str | None = None
+
+
 class Progress(msgspec.Struct, frozen=True, tag=True):
     """Engine to front: a line about loading and compiling."""
 
@@ -72,6 +93,7 @@ class ReadyInfo(msgspec.Struct, frozen=True, kw_only=True):
     slots: int  # requests that run at a time
     pages: int
     compilations: int = 0
+    guided: bool = False  # follows grammars
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):
@@ -91,13 +113,17 @@ class Deltas(msgspec.Struct, frozen=True, tag=True):
 
 
 class Fatal(msgspec.Struct, frozen=True, tag=True):
-    """Engine to front: the last message of an engine that cannot go on."""
+    """Engine to front: the last message of an engine that cannot go on.
+
+    `kernels`: it may be the fault of the code on the devices.
+    """
 
     text: str
+    kernels: bool = False
 
 
-ToEngine = Add | Abort | Shutdown
-ToFront = Progress | Ready | Deltas | Fatal
+ToEngine = Add | Abort | Shutdown | Trace
+ToFront = Progress | Ready | Deltas | Fatal | Traced
 
 _ENCODER = msgspec.msgpack.Encoder()
 

@@ -46,6 +46,14 @@ class CompletionLogprobs(msgspec.Struct, kw_only=True):
     text_offset: list[int] = []
 
 
+class PromptToken(msgspec.Struct, kw_only=True):
+    """A token that stands, or might have stood, in the prompt; the most probable has rank 1."""
+
+    logprob: float
+    rank: int | None  # None: below those that were asked for
+    decoded_token: str
+
+
 class CompletionChoice(msgspec.Struct, kw_only=True):
     """One text, or the next piece of it."""
 
@@ -54,6 +62,7 @@ class CompletionChoice(msgspec.Struct, kw_only=True):
     logprobs: CompletionLogprobs | None
     finish_reason: FinishReason | None
     stop_reason: str | int | UnsetType = UNSET  # the stop string or stop_token_id that ended it
+    prompt_logprobs: list[dict[str, PromptToken] | None] | UnsetType = UNSET  # by id, once
 
 
 class Completion(msgspec.Struct, kw_only=True):
@@ -108,6 +117,7 @@ class ChatDelta(msgspec.Struct, kw_only=True):
 
     role: Literal["assistant"] | UnsetType = UNSET
     reasoning_content: str | UnsetType = UNSET
+    reasoning: str | UnsetType = UNSET  # the same, as newer clients call it
     content: str | UnsetType = UNSET
     tool_calls: list[ToolCall] | UnsetType = UNSET
 
@@ -139,6 +149,7 @@ class ChatMessage(msgspec.Struct, kw_only=True):
     role: Literal["assistant"]
     content: str | None
     reasoning_content: str | UnsetType = UNSET
+    reasoning: str | UnsetType = UNSET  # the same, as newer clients call it
     tool_calls: list[ToolCall] | UnsetType = UNSET
 
 

@@ -20,13 +20,13 @@ KEEP_ALIVE_SECONDS = 15.0  # without an event, so that nobody between takes the 
 
 
 class EventStream(StreamingResponse):
-    """Chunks as server-sent events; a client that goes aborts the generation at once."""
+    """Server-sent events of a generation; a client that goes aborts it at once."""
 
     media_type = "text/event-stream"
 
-    def __init__(self, generation: Generation, chunks: AsyncIterator[msgspec.Struct]) -> None:
+    def __init__(self, generation: Generation, content: AsyncIterator[bytes]) -> None:
         headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-        super().__init__(events(chunks), headers=headers)
+        super().__init__(content, headers=headers)
         self._generation = generation
         self._last_event = time.monotonic()
 
@@ -68,6 +68,22 @@ async def events(chunks: AsyncIterator[msgspec.Struct]) -> AsyncIterator[bytes]:
         yield b"data: " + msgspec.json.encode(error.body()) + b"\n\n"
         return
     yield b"data: [DONE]\n\n"
+
+
+async def named_events(answer: AsyncIterator[dict[str, Any]]) -> AsyncIterator[bytes]:
+    """Events named by their own `type`; after an error, which is one too, nothing more."""
+    number = 0
+    try:
+        async for event in answer:
+            number = event["sequence_number"] + 1
+            yield _named(event)
+    except ApiError as error:
+        body = error.body()["error"]
+        yield _named({**body, "type": "error", "sequence_number": number})
+
+
+def _named(event: dict[str, Any]) -> bytes:
+    return f"event: {event['type']}\ndata: ".encode() + msgspec.json.encode(event) + b"\n\n"
 
 
 async def unless_disconnected(work: Coroutine[Any, Any, T], receive: Receive) -> T | None:

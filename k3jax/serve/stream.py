@@ -10,6 +10,7 @@ from msgspec import UNSET, Struct, UnsetType
 
 from k3jax.request import Delta
 from k3jax.serve.client import Generation
+from k3jax.serve.log import note
 from k3jax.serve.replies import (
     CompletionTokensDetails,
     FinishReason,
@@ -86,15 +87,19 @@ async def stream_chunks(
     `make` puts a chunk together from pieces and usage. A choice that has enough is aborted.
     """
     no_usage = None if include_usage else UNSET
-    async for index, delta in generation.deltas():
-        choice = choices[index]
-        piece = choice.push(delta)
-        if choice.finish_reason is not None and delta.finish_reason is None:
-            generation.stop(index)
-        if piece is not None:
-            yield make([piece], no_usage)
+    try:
+        async for index, delta in generation.deltas():
+            choice = choices[index]
+            piece = choice.push(delta)
+            if choice.finish_reason is not None and delta.finish_reason is None:
+                generation.stop(index)
+            if piece is not None:
+                yield make([piece], no_usage)
+    finally:
+        usage = usage_of([choice.tally for choice in choices], choices_per_prompt)
+        note(prompt_tokens=usage.prompt_tokens, completion_tokens=usage.completion_tokens)
     if include_usage:
-        yield make([], usage_of([c.tally for c in choices], choices_per_prompt))
+        yield make([], usage)
 
 
 def usage_of(tallies: Sequence[Tally], choices_per_prompt: int) -> Usage:

@@ -9,7 +9,7 @@ import re
 from pathlib import Path
 
 from k3jax.request import Delta, Stats, TokenLogprob
-from k3jax.serve.link import Abort, Add, Deltas, Ready, ReadyInfo
+from k3jax.serve.link import Abort, Add, Deltas, Ready, ReadyInfo, Trace, Traced
 from k3jax.tokenizer import Tokenizer
 
 CHECKPOINT = Path(__file__).parent.parent.parent / "checkpoints" / "k3-tiny"
@@ -21,7 +21,7 @@ SIGNS = {
     "■": TOKENIZER.control("<|end_of_msg|>"),
 }
 END = SIGNS["■"]
-INFO = ReadyInfo(model="k3-tiny", vocab_size=512, max_context=4000, slots=4, pages=100)
+INFO = ReadyInfo(model="k3-tiny", vocab_size=512, max_context=4000, slots=4, pages=100, guided=True)
 
 
 def ids_of(text):
@@ -52,11 +52,14 @@ def answer(request):
     ids = told["say"] + ([120] * limit if params.ignore_eos else [END])
     place = next((n for n, token in enumerate(ids) if token in stops), len(ids))
     stop = ids[place] if place < min(limit, len(ids)) else None
-    ids = ids[: min(place, limit)]
+    known = len(request.generated)
+    assert request.generated == ids[:known]
+    ids = ids[known : min(place, limit)]
     group = told.get("group", 1)
     groups = [ids[start : start + group] for start in range(0, len(ids), group)]
     groups += [[]] if stop is not None or not groups else []  # the stop token has a step of its own
-    deltas, generated = [], 0
+    scored = stop is not None and params.logprobs is not None
+    deltas, generated = [], known
     for number, part in enumerate(groups):
         last = number == len(groups) - 1
         generated += len(part) + (last and stop is not None)
@@ -73,6 +76,7 @@ def answer(request):
                 + [logprob_of(t, params.prompt_logprobs) for t in request.prompt_ids[1:]],
                 finish_reason=("stop" if stop is not None else "length") if last else None,
                 stop_token=stop if last else None,
+                stop_logprob=logprob_of(stop, params.logprobs) if last and scored else None,
                 prompt_tokens=len(request.prompt_ids),
                 cached_tokens=told.get("cached", 0),
                 completion_tokens=generated,
@@ -96,8 +100,10 @@ def stats(running=0):
         prompt_tokens=0,
         generated_tokens=0,
         preemptions=0,
+        prefix_queries=8,
+        prefix_hits=2,
         finished={},
-        steps={"stock/decode": 7, "stock/prefill": 2},
+        steps={"stock/backend": 7, "stock/prefill": 2},
     )
 
 
@@ -108,6 +114,7 @@ class FakeLink:
         self.client = None
         self.requests = {}
         self.aborted = []
+        self.traces = []
         self._tasks = {}
 
     def start(self, client):
@@ -120,6 +127,10 @@ class FakeLink:
             self.requests[request.request_id] = request
             task = asyncio.get_running_loop().create_task(self._answer(request))
             self._tasks[request.request_id] = task
+        elif isinstance(message, Trace):
+            self.traces.append(message)
+            if message.steps < 100:
+                self.client.handle(Traced("no room" if message.steps == 99 else None))
         elif isinstance(message, Abort):
             self.aborted.append(message.request_id)
             self._tasks[message.request_id].cancel()

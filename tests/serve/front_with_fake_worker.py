@@ -2,13 +2,15 @@
 
 import asyncio
 import dataclasses
+import os
 import sys
 from pathlib import Path
 
+from k3jax.serve import front
 from k3jax.serve.__main__ import front_settings
-from k3jax.serve.front import Front
 
 if __name__ == "__main__":
     worker = (sys.executable, str(Path(__file__).parent / "fake_worker.py"))
     settings = dataclasses.replace(front_settings(), worker_command=worker)
-    sys.exit(asyncio.run(Front(settings).run()))
+    front.FAILURE_SECONDS = float(os.environ.get("FAILURE_SECONDS", front.FAILURE_SECONDS))
+    sys.exit(asyncio.run(front.Front(settings).run()))

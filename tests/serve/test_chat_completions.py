@@ -43,16 +43,23 @@ def last_prompt(server):
 
 
 def test_reasoning_and_content(server):
-    reply = post(server, user(script("Hm.⟩think§⟨response§Yes.⟩response§⟩message§■")))
+    said = "Hm.⟩think§⟨response§Yes.⟩response§⟩message§■"
+    reply = post(server, user(script(said, cached=9)))
     assert reply["choices"] == [
         {
             "index": 0,
-            "message": {"role": "assistant", "content": "Yes.", "reasoning_content": "Hm."},
+            "message": {
+                "role": "assistant",
+                "content": "Yes.",
+                "reasoning_content": "Hm.",
+                "reasoning": "Hm.",
+            },
             "logprobs": None,
             "finish_reason": "stop",
         }
     ]
     assert reply["object"] == "chat.completion"
+    assert reply["usage"]["prompt_tokens_details"] == {"cached_tokens": 9}
     details = reply["usage"]["completion_tokens_details"]
     assert details["reasoning_tokens"] == len("Hm.⟩think§")
 
@@ -249,19 +256,17 @@ def deep(depth):
         ({"top_logprobs": 3}, "top_logprobs", "with logprobs = true only"),
         ({"logprobs": 3}, "logprobs", "valid boolean"),
         ({"reasoning_effort": "huge"}, "reasoning_effort", "'low', 'medium', 'high' or 'max'"),
-        ({"tool_choice": "required"}, "tool_choice", "needs tools"),
+        ({"tool_choice": "required"}, "tools", "not declared"),
         (
-            {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "f"}}},
-            "tool_choice",
-            "names one tool is not offered",
+            {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "g"}}},
+            "tools",
+            "not declared",
         ),
+        ({"tools": TOOLS, "tool_choice": {"type": "function"}}, "tool_choice.function", "required"),
+        ({"tools": TOOLS, "tool_choice": "required", "ignore_eos": True}, "tool_choice", "go with"),
         ({"tools": [{"type": "function", "function": {}}]}, "tools[0].function.name", "required"),
-        (
-            {"tools": [{"type": "function", "function": {"name": "f", "strict": True}}]},
-            "tools[0].function.strict",
-            "not offered",
-        ),
-        ({"response_format": {"type": "json_object"}}, "response_format", "not offered"),
+        ({"prompt_logprobs": 1}, "prompt_logprobs", "not offered"),
+        ({"continue_final_message": True}, "continue_final_message", "not offered"),
         ({"min_tokens": 4000}, "min_tokens", "can be generated"),
     ],
 )

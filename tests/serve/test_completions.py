@@ -144,9 +144,9 @@ def test_an_empty_prompt_is_the_beginning_of_a_text(server):
 
 def test_logprobs(server):
     logprobs = post(server, script("é!■"), logprobs=2)["choices"][0]["logprobs"]
-    assert logprobs["tokens"] == ["bytes:\\xc3", "bytes:\\xa9", "!"]
-    assert logprobs["token_logprobs"] == [-0.5] * 3
-    assert logprobs["text_offset"] == [0, 0, 1]
+    assert logprobs["tokens"] == ["bytes:\\xc3", "bytes:\\xa9", "!", "<|end_of_msg|>"]
+    assert logprobs["token_logprobs"] == [-0.5] * 4  # as many as the usage counts
+    assert logprobs["text_offset"] == [0, 0, 1, 2]
     assert logprobs["top_logprobs"][2] == {"!": -0.5, '"': -1.5}
     without = post(server, script("é!■"), logprobs=0)["choices"][0]["logprobs"]
     assert without["top_logprobs"] is None
@@ -158,15 +158,55 @@ def test_echo_with_prompt_logprobs(server):
     prompt = script("x■")
     choice = post(server, prompt, echo=True, logprobs=1)["choices"][0]
     assert choice["text"] == prompt + "x"
-    assert choice["logprobs"]["tokens"] == [*prompt, "x"]
-    assert choice["logprobs"]["token_logprobs"] == [None] + [-0.5] * len(prompt)
-    assert choice["logprobs"]["text_offset"] == list(range(len(prompt) + 1))
+    assert choice["logprobs"]["tokens"] == [*prompt, "x", "<|end_of_msg|>"]
+    assert choice["logprobs"]["token_logprobs"] == [None] + [-0.5] * (len(prompt) + 1)
+    assert choice["logprobs"]["text_offset"] == list(range(len(prompt) + 2))
     assert choice["logprobs"]["top_logprobs"][0] is None
     only = post(server, prompt, echo=True, logprobs=1, max_tokens=0)
     assert only["choices"][0]["text"] == prompt
     assert len(only["choices"][0]["logprobs"]["tokens"]) == len(prompt)
     assert only["choices"][0]["finish_reason"] == "length"
     assert only["usage"]["completion_tokens"] == 0
+
+
+@pytest.mark.parametrize("say", ["x■", "■"])
+def test_one_token_after_each_scored_prompt(server, say):
+    """What lm-eval's local-completions asks: a batch of ids; it drops the last entry of each.
+
+    So there is always one, also where the token after the prompt ends the text.
+    """
+    prompts = [TOKENIZER.encode(script(say)), TOKENIZER.encode("longer " + script(say))]
+    fields = {"echo": True, "logprobs": 1, "max_tokens": 1, "temperature": 0, "seed": 1234}
+    for prompt, choice in zip(prompts, post(server, prompts, **fields)["choices"], strict=True):
+        logprobs = choice["logprobs"]
+        assert logprobs["token_logprobs"] == [None] + [-0.5] * len(prompt)
+        names = [TOKENIZER.token_bytes(token).decode() for token in prompt]
+        assert logprobs["tokens"][:-1] == names
+        tops = logprobs["top_logprobs"]
+        assert tops == [None, *({name: -0.5} for name in logprobs["tokens"][1:])]
+
+
+def test_prompt_logprobs_in_their_own_field(server):
+    fields = {"max_tokens": 2, "prompt_logprobs": 2}
+    choice = post(server, "héy", **fields)["choices"][0]
+    first, *others = choice["prompt_logprobs"]
+    assert first is None
+    assert len(others) == len(TOKENIZER.encode("héy")) - 1
+    y = TOKENIZER.encode("y")[0]
+    assert others[-1] == {
+        str(y): {"logprob": -0.5, "rank": 1, "decoded_token": "y"},
+        str(y + 1): {"logprob": -1.5, "rank": 2, "decoded_token": TOKENIZER.decode([y + 1])},
+    }
+    assert choice["logprobs"] is None
+    alone = post(server, "héy", **{**fields, "prompt_logprobs": 0})["choices"][0]
+    assert alone["prompt_logprobs"][-1][str(y)]["rank"] is None
+    both = post(server, "héy", **fields, echo=True, logprobs=1)["choices"][0]
+    assert both["prompt_logprobs"] == choice["prompt_logprobs"]
+    assert [len(top) for top in both["logprobs"]["top_logprobs"][1:]] == [1] * (len(others) + 2)
+    body = {"prompt": "héy", **fields, "stream": True}
+    events = server.http.post("/v1/completions", json=body).text.split("\n\n")
+    scored = [event for event in events if "prompt_logprobs" in event]
+    assert scored == events[:1]
 
 
 def test_echo_shows_no_control_tokens(server):
@@ -239,11 +279,10 @@ def test_defaults(server):
         ({"logprobs": 21}, "logprobs", "less than or equal to 20"),
         ({"best_of": 3}, "best_of", "best_of other than n is not offered"),
         ({"suffix": "x"}, "suffix", "not offered"),
-        ({"response_format": {"type": "json_object"}}, "response_format", "constrained output"),
-        ({"response_format": {"type": "json_schema"}}, "response_format", "not offered"),
-        ({"response_format": {"type": "xml"}}, "response_format", "must be 'text'"),
-        ({"guided_regex": "a+"}, "guided_regex", "constrained output"),
-        ({"structured_outputs": {"json": {}}}, "structured_outputs", "not offered"),
+        ({"functions": [{}]}, "functions", "not offered"),
+        ({"include_stop_str_in_output": True}, "include_stop_str_in_output", "not offered"),
+        ({"truncate_prompt_tokens": 5}, "truncate_prompt_tokens", "not offered"),
+        ({"prompt_logprobs": 21}, "prompt_logprobs", "less than or equal to 20"),
     ],
 )
 def test_a_bad_field_is_named(server, fields, param, message):
@@ -254,6 +293,16 @@ def test_a_bad_field_is_named(server, fields, param, message):
     assert set(error) == {"message", "type", "param", "code"}
     assert (error["type"], error["param"]) == ("invalid_request_error", param)
     assert message in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("body", "message"), [("", "body is empty"), ("{", "is not JSON"), ("[]", "valid dictionary")]
+)
+def test_a_body_that_is_no_object_is_named(server, body, message):
+    headers = {"Content-Type": "application/json"}
+    response = server.http.post("/v1/completions", content=body, headers=headers)
+    assert response.status_code == 400
+    assert message in response.json()["error"]["message"]
 
 
 def test_unknown_fields_are_ignored(server):

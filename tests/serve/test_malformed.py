@@ -53,7 +53,26 @@ SAMPLING = {
     "response_format": {"type": "text"},
 }
 COMPLETION = {"model": "k3-tiny", "prompt": ["x"], "echo": True, "logprobs": 1}
+RESPONSE = {
+    "model": "k3-tiny",
+    "instructions": "Be brief.",
+    "input": [
+        {"role": "user", "content": [{"type": "input_text", "text": "Go"}]},
+        {"type": "reasoning", "content": [{"type": "reasoning_text", "text": "Hm."}]},
+        {"type": "function_call", "call_id": "c1", "name": "f", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "c1", "output": "done"},
+        {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "A"}]},
+    ],
+    "tools": [{"type": "function", "name": "f", "parameters": {}}],
+    "tool_choice": {"type": "function", "name": "f"},
+    "parallel_tool_calls": False,
+    "reasoning": {"effort": "low"},
+    "text": {"format": {"type": "json_schema", "name": "a", "schema": {"type": "object"}}},
+    "max_output_tokens": 9,
+    "stream": True,
+}
 BODIES = {
+    "/v1/responses": RESPONSE,
     "/v1/completions": {**SAMPLING, **COMPLETION},
     "/v1/chat/completions": {**SAMPLING, **CHAT},
     "/tokenize": {"messages": CHAT["messages"], "tools": CHAT["tools"]},
@@ -127,7 +146,7 @@ def bodies(draw, route):
 
 @pytest.mark.parametrize("route", list(BODIES))
 def test_malformed_requests(server, route):
-    @settings(max_examples=200, suppress_health_check=[HealthCheck.too_slow])
+    @settings(max_examples=100, suppress_health_check=[HealthCheck.too_slow])
     @given(bodies(route), st.sampled_from(["application/json"] * 9 + ["text/plain", "", "a/b/c"]))
     def check(body, content_type):
         headers = {"Content-Type": content_type}
@@ -137,7 +156,7 @@ def test_malformed_requests(server, route):
             error = response.json()["error"]
             assert error["type"] == "invalid_request_error"
             assert error["message"]
-        assert '"error"' not in response.text or response.status_code != 200
+        assert '"error":{' not in response.text or response.status_code != 200
         good = {"prompt": script("right■"), "max_tokens": 9}
         assert server.http.post("/v1/completions", json=good).json()["choices"][0]["text"] == (
             "right"

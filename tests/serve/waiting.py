@@ -3,7 +3,7 @@
 import time
 
 
-def eventually(condition, seconds=5.0):
+def eventually(condition, seconds=60.0):
     """Wait until a condition holds."""
     end = time.monotonic() + seconds
     while not condition():
