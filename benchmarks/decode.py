@@ -2,7 +2,8 @@
 
 For each concurrency the engine serves that many greedy requests while its calls to the executor are
 recorded. The same calls are then replayed on the same executables without an engine; what the
-engine's run takes longer is its overhead. Medians of --repeats; the last line is JSON.
+engine's run takes longer is its overhead. Medians of --repeats, every prompt computed whole; the
+last line is JSON.
 """
 
 from __future__ import annotations
@@ -11,12 +12,14 @@ import argparse
 import json
 import random
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from typing import Any
 
 import jax
 
+from benchmarks.progress import Progress, add_limit
 from k3jax.cache import SlotInit
 from k3jax.checkpoint.loading import load_params
 from k3jax.config import K3Config
@@ -27,6 +30,7 @@ from k3jax.engine import Engine
 from k3jax.parallel import make_mesh
 from k3jax.request import Request, SamplingParams
 from k3jax.sizes import bytes_at_rest, conv_window_bytes, kda_state_bytes, latent_bytes
+from k3jax.speculative_model import make_drafter
 
 
 class Recorder:
@@ -35,7 +39,11 @@ class Recorder:
     def __init__(self, executor: Executor) -> None:
         self.executor = executor
         self.sizes = executor.sizes
+        self.plan, self.reason = executor.plan, executor.reason
         self.calls: list[tuple[Callable[..., Any], tuple[Any, ...]]] = []
+
+        # Without a prefix cache nothing calls these.
+        self.save, self.resume = executor.save, executor.resume
 
     def admit(self, slot: int, init: SlotInit) -> None:
         self.calls.append((self.executor.admit, (slot, init)))
@@ -47,14 +55,20 @@ class Recorder:
 
 
 def serve(engine: Engine, prompts: list[list[int]], tokens: int) -> float:
-    """Seconds that the engine takes for all of the prompts."""
+    """Seconds that the engine takes for all of the prompts; RuntimeError if one is not answered."""
     params = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
     start = time.perf_counter()
     for number, prompt in enumerate(prompts):
         engine.add(Request(request_id=str(number), prompt_ids=prompt, params=params))
+    ended = []
     while engine.has_work():
-        engine.step()
-    return time.perf_counter() - start
+        ended += [delta for delta in engine.step() if delta.finish_reason]
+    seconds = time.perf_counter() - start
+    for delta in ended:
+        if delta.completion_tokens != tokens:
+            said = f"{delta.finish_reason} after {delta.completion_tokens} of {tokens} tokens"
+            raise RuntimeError(f"a request ended with {said}: {delta.error}")
+    return seconds
 
 
 def replay(calls: list[tuple[Callable[..., Any], tuple[Any, ...]]]) -> float:
@@ -96,6 +110,7 @@ def measure(
     return {
         "concurrency": concurrency,
         "tokens_per_second": concurrency * options.tokens / wall,
+        "tokens_per_step": concurrency * options.tokens / steps,
         "step_ms": wall / steps * 1e3,
         "overhead_ms": (wall - alone) / steps * 1e3,
         "overhead_percent": (wall - alone) / wall * 100,
@@ -118,8 +133,8 @@ def step_bytes(config: K3Config, requests: int, context: int) -> float:
     return weights + requests * (states + latent_bytes(config, context))
 
 
-def main() -> None:
-    """Measure, print a table, then one line of JSON."""
+def main() -> int:
+    """Measure, print a table, then one line of JSON; 1 if a concurrency was not measured."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", default="checkpoints/k3-tiny")
     parser.add_argument("--dtype", default="bfloat16")
@@ -127,30 +142,54 @@ def main() -> None:
     parser.add_argument("--prompt-tokens", type=int, default=32)
     parser.add_argument("--tokens", type=int, default=96, help="to generate")
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--num-spec", type=int, default=0)
+    parser.add_argument("--drafter", default="none", help="none, ngram, or a draft model")
+    add_limit(parser)
     options = parser.parse_args()
+    progress = Progress(options.minutes)
     config = K3Config.from_file(options.model)
     run = DecodeConfig(
         dtype=options.dtype,
         max_requests=max(options.concurrency),
         max_context=options.prompt_tokens + options.tokens,
-        builds=tuple((1, count) for count in options.concurrency),
+        prefix_cache=0,  # or later runs would not compute their prompts
+        num_spec=options.num_spec,
+        drafter=options.drafter,
+        builds=tuple((1 + options.num_spec, count) for count in options.concurrency),
         prefill_buckets=((1, options.prompt_tokens), (4, options.prompt_tokens)),
     )
     mesh = make_mesh(run.tp)
-    executor = Executor(load_params(options.model, config, mesh), config, run, mesh)
+    params, drafter = load_params(options.model, config, mesh), make_drafter(run, config, mesh)
+    executor = Executor(params, config, run, mesh, drafter=drafter)
     recorder = Recorder(executor)
     engine = Engine(recorder, config, run)
     print(f"{jax.devices()[0].device_kind}; {options.prompt_tokens} + {options.tokens} tokens each")
-    columns = ("requests", "tokens/s", "ms/step", "engine ms", "engine %", "MB/step", "GB/s")
-    print(" ".join(f"{name:>10}" for name in columns))
+    columns = (
+        "requests",
+        "tokens/s",
+        "tokens/step",
+        "ms/step",
+        "engine ms",
+        "engine %",
+        "MB/step",
+        "GB/s",
+    )
+    print(" ".join(f"{name:>11}" for name in columns), flush=True)
     results = []
     for concurrency in options.concurrency:
-        found = measure(engine, recorder, concurrency, options)
-        results.append(found)
-        print(" ".join(f"{value:10.2f}" for value in found.values()), flush=True)
-    settings = {"prompt_tokens": options.prompt_tokens, "tokens": options.tokens}
-    print(json.dumps({"benchmark": "decode", **settings, "results": results}))
+        name = f"{concurrency} requests"
+        if not progress.in_time(name):
+            continue
+        with progress.case(name):
+            found = measure(engine, recorder, concurrency, options)
+            results.append(found)
+            print(" ".join(f"{value:11.2f}" for value in found.values()), flush=True)
+    names = ("prompt_tokens", "tokens", "num_spec", "drafter")
+    settings = {name: getattr(options, name) for name in names}
+    record = {**settings, **progress.record(), "results": results}
+    print(json.dumps({"benchmark": "decode", **record}))
+    return progress.status
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -1,19 +1,21 @@
-"""Device time of a jitted function, as its share of what the memory can do.
+"""Device time of a jitted function, from the profiler's trace.
 
-Every measurement rotates over sets of distinct arrays of more than 200 MB together: a weight that
-is read twice in a row comes out of the cache, and then the cache is what was timed. The rotation
-is unrolled into one jitted function, which XLA captures as a CUDA graph.
-
-The host spends about 2.6 us on each argument of a call (H200, JAX 0.11.2), so an op whose set is
-small is timed at what the host takes: compare with `dispatch_floor`, and use a profiler below it.
+The host spends about 2.6 us on each argument of a call (H200, JAX 0.11.2), more than a small
+kernel takes: the wall clock times the host. So every time here is read from the GPU's own
+timestamps. A function is unrolled over sets of distinct arrays of more than 200 MB together, so
+that no weight comes out of the cache, and the unrolled program is captured as one CUDA graph.
+MAX_SETS sets of less than 1 MB each are fewer bytes, and may come out of the cache.
 """
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import statistics
+import tempfile
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -21,19 +23,49 @@ import jax.numpy as jnp
 
 # Several times the 60 MB second-level cache of an H200. An MI355X (256 MB) wants more.
 ROTATION_BYTES = 256 << 20
-MAX_SETS = 256
+MAX_SETS = 256  # of which the unrolled program grows
+REPEATS = 5
+PAUSE = 0.02  # seconds of silence that part one run from the next in the trace
+# Otherwise XLA launches kernel by kernel while a profiler looks on.
+KEEP_GRAPHS = {"xla_enable_command_buffers_during_profiling": True}
+
+Event = tuple[str, float, float]  # name, start and end in seconds
 
 
 @dataclasses.dataclass(frozen=True)
 class Timing:
-    """Seconds of one application: median and the spread (largest - smallest) of repetitions."""
+    """What one application takes on the device, in seconds; medians."""
 
-    seconds: float
-    spread: float
+    seconds: float  # first start to last end of all applications, by their number: gaps included
+    kernels: float  # the sum of its kernels' durations
+    launches: float  # kernels, copies and fills of one application
+    parts: dict[str, float]  # kernel name -> its share of `kernels`
+    spread: float  # of `seconds`: the largest minus the smallest run
 
-    @property
-    def microseconds(self) -> float:
-        return self.seconds * 1e6
+
+@dataclasses.dataclass
+class Program:
+    """A function compiled over its sets."""
+
+    compiled: jax.stages.Compiled
+    states: list  # the donated arguments, handed on from run to run
+    others: list
+    count: int  # applications
+
+    def run(self) -> None:
+        """Run all applications once and wait for them."""
+        self.states, results = self.compiled(self.states, self.others)
+        jax.block_until_ready((self.states, results))
+
+
+def require_gpu() -> None:
+    """Raise NotImplementedError where there is no GPU to time, before anything large is made."""
+    platform = jax.devices()[0].platform
+    if platform != "gpu":
+        raise NotImplementedError(
+            f"device times are read from a GPU's trace, and JAX runs on a {platform} here: "
+            "install the extra `cuda` or `rocm` on a machine with a GPU"
+        )
 
 
 def tree_bytes(tree: Any) -> int:
@@ -57,110 +89,117 @@ def make_sets(make: Callable[[int], tuple], count: int | None = None) -> list[tu
 
 def compile_over(
     function: Callable[..., Any], sets: Sequence[tuple], *, carry: bool = False
-) -> jax.stages.Compiled:
-    """Compile `function` unrolled over `sets`, for `device_time`; may run in many threads.
+) -> Program:
+    """Compile `function(*arguments)` unrolled over `sets`; may run in many threads.
 
-    Its first argument is a list of old results, donated: the new ones take their memory. A result
-    at a new address would make XLA rebuild the graph, which takes longer than a small kernel.
+    With `carry`, the first argument of each set is state: `function(state, ...) -> (state, out)`;
+    it is donated and handed on, as a decode step does with its cache.
     """
     step = jax.jit(function)
 
-    def all_sets(states: list, old: list, others: list) -> tuple[list, list]:
-        del old
+    def all_sets(states: list, others: list) -> tuple[list, list]:
         results = [
             step(state, *other) if carry else (None, step(*other))
             for state, other in zip(states, others, strict=True)
         ]
         return [state for state, _ in results], [out for _, out in results]
 
-    states, others = _split(sets, carry)
-    shapes = jax.eval_shape(lambda s, o: all_sets(s, [], o), states, others)[1]
-    jitted = jax.jit(all_sets, donate_argnums=(0, 1), keep_unused=True)
-    return jitted.lower(states, shapes, others).compile()
-
-
-def _split(sets: Sequence[tuple], carry: bool) -> tuple[list, list]:
     states = [arguments[0] if carry else None for arguments in sets]
-    return states, [arguments[1:] if carry else arguments for arguments in sets]
+    others = [arguments[1:] if carry else arguments for arguments in sets]
+    lowered = jax.jit(all_sets, donate_argnums=0, keep_unused=True).lower(states, others)
+    states = jax.tree.map(jnp.copy, states)  # the donation must not eat the caller's arrays
+    return Program(lowered.compile(compiler_options=KEEP_GRAPHS), states, others, len(sets))
 
 
 def device_time(
-    function: Callable[..., Any],
-    sets: Sequence[tuple],
-    *,
-    carry: bool = False,
-    compiled: jax.stages.Compiled | None = None,
-    repeats: int = 5,
-    budget: float = 0.02,
+    function: Callable[..., Any], sets: Sequence[tuple], *, carry: bool = False
 ) -> Timing:
-    """Time `function(*arguments)` over `sets`, one application after another.
+    """Time one application of `function(*arguments)`, each of `sets` in turn; see compile_over."""
+    return device_times([compile_over(function, sets, carry=carry)])[0]
 
-    With `carry`, the first argument of each set is state: `function(state, ...) -> (state, out)`;
-    it is donated and handed on, as a decode step does with its cache. `budget` is the seconds of
-    one repetition. Calls are dispatched without waiting, and waited for once.
+
+def device_times(programs: Sequence[Program]) -> list[Timing]:
+    """Time compiled programs one after another; one trace serves all of them.
+
+    Raises RuntimeError where the trace does not show the runs (on a CPU, say).
     """
-    compiled = compiled or compile_over(function, sets, carry=carry)
-    states, others = _split(sets, carry)
-    states = jax.tree.map(jnp.copy, states)  # the donation must not eat the caller's arrays
-    step = jax.jit(function)
-    shapes = [jax.eval_shape(step, *arguments) for arguments in sets[:1]]
-    out_shape = shapes[0][1] if carry else shapes[0]
-    out = [jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), out_shape) for _ in sets]
-
-    def run(times: int) -> float:
-        nonlocal states, out
-        start = time.perf_counter()
-        for _ in range(times):
-            states, out = compiled(states, out, others)
-        jax.block_until_ready((states, out))
-        return (time.perf_counter() - start) / times / len(sets)
-
-    run(3)
-    calls = max(2, min(200, int(budget / max(run(2) * len(sets), 1e-6))))
-    samples = [run(calls) for _ in range(repeats)]
-    return Timing(statistics.median(samples), max(samples) - min(samples))
+    for program in programs:
+        for _ in range(3):  # XLA captures a graph in the first runs
+            program.run()
+    options = jax.profiler.ProfileOptions()
+    options.host_tracer_level = options.python_tracer_level = 0
+    with tempfile.TemporaryDirectory() as directory:
+        with jax.profiler.trace(directory, profiler_options=options):
+            for program in programs:
+                for _ in range(REPEATS):
+                    time.sleep(PAUSE)
+                    program.run()
+        runs = split_runs(_device_events(Path(directory)))
+    if len(runs) != len(programs) * REPEATS:
+        raise RuntimeError(f"the trace shows {len(runs)} runs of {len(programs) * REPEATS}")
+    return [
+        _timing(program.count, runs[index * REPEATS : (index + 1) * REPEATS])
+        for index, program in enumerate(programs)
+    ]
 
 
-def dispatch_floor(sets: Sequence[tuple]) -> float:
-    """Seconds an application takes that only looks at its arguments: no op on `sets` reads less."""
-    return device_time(lambda *leaves: jax.tree.leaves(leaves)[0].reshape(-1)[:1], sets).seconds
+def _device_events(directory: Path) -> list[Event]:
+    """Everything that ran on the GPUs' streams, by its start."""
+    events = []
+    for path in directory.rglob("*.xplane.pb"):
+        for plane in jax.profiler.ProfileData.from_file(str(path)).planes:
+            if plane.name.startswith("/device:GPU"):
+                for line in plane.lines:
+                    if line.name.startswith("Stream"):
+                        events += [
+                            (e.name, e.start_ns * 1e-9, (e.start_ns + e.duration_ns) * 1e-9)
+                            for e in line.events
+                        ]
+    return sorted(events, key=lambda event: event[1])
+
+
+def split_runs(events: Sequence[Event]) -> list[list[Event]]:
+    """Part events, ordered by start, where nothing ran for half of PAUSE."""
+    runs: list[list[Event]] = []
+    end = float("-inf")
+    for event in events:
+        if event[1] - end > PAUSE / 2:
+            runs.append([])
+        runs[-1].append(event)
+        end = max(end, event[2])
+    return runs
+
+
+def _timing(count: int, runs: list[list[Event]]) -> Timing:
+    """Sum up a program's runs of `count` applications."""
+    spans = [(max(end for *_, end in run) - run[0][1]) / count for run in runs]
+    durations: dict[str, list[float]] = collections.defaultdict(list)
+    for run in runs:
+        for name, start, end in run:
+            durations[name].append(end - start)
+    share = 1 / (len(runs) * count)
+    parts = {name: statistics.median(each) * len(each) * share for name, each in durations.items()}
+    return Timing(
+        seconds=statistics.median(spans),
+        kernels=sum(parts.values()),
+        launches=sum(len(run) for run in runs) * share,
+        parts=parts,
+        spread=max(spans) - min(spans),
+    )
 
 
 def read_bandwidth() -> float:
     """Bytes a second that a plain reduction reads from device memory: the ceiling."""
-    words = 256 << 20
-    make = jax.jit(lambda seed: (jnp.arange(words, dtype=jnp.int32) * seed,))
+    shape = (16384, 16384)
+    make = jax.jit(lambda seed: (jnp.full(shape, seed, jnp.int32),))
     sets = make_sets(lambda seed: make(jnp.int32(seed + 1)), 4)
-    timing = device_time(lambda array: jnp.max(array), sets)
-    return words * 4 / timing.seconds
+    return tree_bytes(sets[0]) / device_time(lambda array: jnp.max(array, axis=1), sets).seconds
 
 
-@dataclasses.dataclass(frozen=True)
-class Line:
-    """One row of a benchmark's table; `bytes` is the least that must move."""
-
-    name: str
-    bytes: int
-    seconds: float
-    peers: dict[str, float] = dataclasses.field(default_factory=dict)
-
-    def text(self, bandwidth: float) -> str:
-        ceiling = self.bytes / bandwidth
-        peers = "  ".join(
-            f"{name} {seconds * 1e6:.1f} us ({seconds / self.seconds:.2f}x)"
-            for name, seconds in self.peers.items()
-        )
-        return (
-            f"{self.name:44} {self.bytes / 1e6:8.2f} MB  ceiling {ceiling * 1e6:7.2f} us  "
-            f"ours {self.seconds * 1e6:7.2f} us  {100 * ceiling / self.seconds:5.1f}%  {peers}"
-        )
-
-    def record(self, bandwidth: float) -> dict:
-        return {
-            "name": self.name,
-            "bytes": self.bytes,
-            "ceiling_us": self.bytes / bandwidth * 1e6,
-            "us": self.seconds * 1e6,
-            "percent": 100 * self.bytes / bandwidth / self.seconds,
-            "peers_us": {name: seconds * 1e6 for name, seconds in self.peers.items()},
-        }
+def matrix_rate() -> float:
+    """Floating-point operations a second of a bf16 product of 8192 x 8192 matrices."""
+    size = 8192
+    keys = jax.random.split(jax.random.key(0), 4)
+    make = jax.jit(lambda key: (jax.random.normal(key, (size, size), jnp.bfloat16),) * 2)
+    sets = [make(key) for key in keys]
+    return 2 * size**3 / device_time(lambda a, b: a @ b.T, sets).seconds

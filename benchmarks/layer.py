@@ -1,0 +1,322 @@
+"""Time a layer of a Kimi-K3 rank at TP 8: `python -m benchmarks.layer [--part decode prefill]`.
+
+Four layers of real size with random weights run one after another, so that no weight comes out of
+the cache; there is one rank, so the reductions between ranks are not in these times. Prints, per
+kind and width, the byte ceiling, the time of a layer made of kernels, its percentage and launches,
+and the stock path's time; then the prompt tokens a second of such a slice. Ends with one JSON
+line. Needs a GPU with 40 GB.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from benchmarks import timing
+from benchmarks.progress import Progress, add_limit
+from k3jax.cache import CacheSizes, LayerCache, empty_layers
+from k3jax.config import K3Config
+from k3jax.decode.layers import layer_kernels
+from k3jax.model.inputs import Residual, StepPlan
+from k3jax.parallel import REPLICATED, make_mesh, spmd
+from k3jax.params import packed_shapes
+from pallas_kernels import Impl
+
+CONFIG = Path(__file__).parent.parent / "tests" / "data" / "k3-config.json"
+RANKS, LAYERS, PAGE, CONTEXT = 8, 4, 64, 8192
+WIDTHS = {1: (1, 1), 8: (1, 8), 16: (2, 8)}  # rows: (requests, rows of each)
+ACCEPTED = 4
+BLOCKS = 8  # of attention residuals, as in the last layers
+KINDS = {"whole": ("kda",) * LAYERS, "ffn": ("mla",) * LAYERS}
+SLICE = ("kda", "kda", "kda", "mla")
+CHUNK = 8192
+
+
+def rank_config(mixers: tuple[Any, ...]) -> K3Config:
+    """One rank's part of Kimi-K3, as a model of its own with these layers."""
+    whole = K3Config.from_file(CONFIG)
+    moe, kda, mla = whole.moe, whole.kda, whole.mla
+    return replace(
+        whole,
+        num_layers=len(mixers),
+        mixers=mixers,
+        ffns=tuple("moe" for _ in mixers),
+        kda=replace(kda, num_heads=kda.num_heads // RANKS),
+        mla=replace(mla, num_heads=mla.num_heads // RANKS),
+        moe=replace(moe, inner=moe.inner // RANKS, shared_inner=moe.shared_inner // RANKS),
+    )
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def noise(shape: tuple[int, ...], dtype: Any, wide: bool, seed: jax.Array) -> jax.Array:
+    """Words of a hash; as floats, uniform around zero and of a matrix' usual size if `wide`."""
+    flat = jax.lax.iota(jnp.uint32, functools.reduce(lambda a, b: a * b, shape, 1))
+    words = (flat + seed * jnp.uint32(0x9E3779B9)) * jnp.uint32(0x85EBCA6B)
+    words = (words ^ (words >> 15)) * jnp.uint32(0xC2B2AE35)
+    words = (words ^ (words >> 16)).reshape(shape)
+    if dtype == jnp.uint32:
+        return words
+    if dtype == jnp.uint8:
+        return (jnp.uint32(119) + words % 2).astype(jnp.uint8)
+    uniform = (words >> 8).astype(jnp.float32) * 2.0**-23 - 1.0
+    return (uniform * (1.7 * shape[-1] ** -0.5 if wide else 1.0)).astype(dtype)
+
+
+def make_params(config: K3Config, seed: int) -> list[Any]:
+    """Packed weights of each layer, made on the device; the shapes compile abreast."""
+    shapes = packed_shapes(config, 1)["layers"]
+    leaves, tree = jax.tree.flatten([shapes[index] for index in range(config.num_layers)])
+
+    def make(number: int) -> jax.Array:
+        shape = leaves[number]
+        return noise(shape.shape, shape.dtype, len(shape.shape) > 1, jnp.uint32(seed + number))
+
+    with ThreadPoolExecutor(16) as pool:
+        return jax.tree.unflatten(tree, list(pool.map(make, range(len(leaves)))))
+
+
+def make_caches(config: K3Config, requests: int, rows: int, context: int) -> list[LayerCache]:
+    """Caches of each layer for these requests; states are not zero."""
+    pages = -(-context // PAGE)
+    sizes = CacheSizes(requests + 1, 1 + requests * pages, PAGE, pages, rows)
+    empty = empty_layers(config, sizes, "bfloat16")
+
+    def fill(leaf: jax.Array) -> jax.Array:
+        return noise(leaf.shape, leaf.dtype, True, jnp.uint32(leaf.ndim))
+
+    return [jax.tree.map(fill, layer) for layer in empty]
+
+
+def make_plan(kind: Any, requests: int, rows: int, starts: int, context: int) -> StepPlan:
+    """Requests in slots 1, 2, ... whose rows follow `starts` tokens."""
+    number = jnp.arange(requests, dtype=jnp.int32)
+    each = jnp.ones(requests, jnp.int32)
+    positions = starts + jnp.tile(jnp.arange(rows, dtype=jnp.int32), (requests, 1))
+    pages = -(-context // PAGE)
+    table = 1 + number[:, None] * pages + jnp.arange(pages, dtype=jnp.int32)[None, :]
+    return StepPlan(
+        kind=kind,
+        slots=number + 1,
+        tokens=jnp.zeros((requests, rows), jnp.int32),
+        positions=positions,
+        valid=jnp.ones((requests, rows), bool),
+        accepted=each * (min(rows, ACCEPTED) if kind == "decode" else 0),
+        fresh=(each * starts) == 0,
+        starts=each * starts,
+        rows=each * rows,
+        page_table=table,
+        write_pages=jnp.take_along_axis(table, positions // PAGE, axis=1).reshape(-1),
+        write_offsets=(positions % PAGE).reshape(-1),
+    )
+
+
+def make_residual(config: K3Config, rows: int) -> Residual:
+    """A residual stream deep in the model."""
+    shape = (rows, config.hidden_size)
+    blocks = noise((BLOCKS, *shape), jnp.bfloat16, False, jnp.uint32(7))
+    part = noise(shape, jnp.bfloat16, False, jnp.uint32(8))
+    delta = noise(shape, jnp.float32, False, jnp.uint32(9))
+    return Residual(blocks, jnp.int32(BLOCKS), part, delta)
+
+
+def run_layers(config: K3Config, impl: Impl) -> Any:
+    """(caches, params, residual, plan) -> (caches, result) through all layers of the config."""
+    kernels = layer_kernels(config, 1, impl)
+
+    def run(
+        caches: list[LayerCache], params: list[Any], residual: Residual, plan: StepPlan
+    ) -> tuple[list[LayerCache], tuple[Residual, jax.Array, jax.Array]]:
+        flags, health, done = jnp.zeros(plan.slots.shape, bool), jnp.uint32(0), []
+        for index, cache in enumerate(caches):
+            kernel = replace(kernels.by_layer[index], starts_block=False)
+            residual, cache, *words = kernel(params[index], residual, cache, plan)
+            done.append(cache)
+            flags, health = flags | words[0], health | words[1]
+        return done, (residual, flags, health)
+
+    return spmd(run, make_mesh(1), (REPLICATED,) * 4, (REPLICATED, REPLICATED))
+
+
+def layer_bytes(config: K3Config, requests: int, rows: int, context: int) -> int:
+    """The fewest bytes that one layer of such a step must move, by mean over the layers."""
+    moe, kda, width = config.moe, config.kda, requests * rows
+    distinct = moe.num_experts * (1 - (1 - moe.top_k / moe.num_experts) ** width)
+    total = 0.0
+    for index, layer in packed_shapes(config, 1)["layers"].items():
+        experts = {name: layer["ffn"].pop(name) for name in ("w13", "w13_scale", "w2", "w2_scale")}
+        total += timing.tree_bytes(layer) + timing.tree_bytes(experts) * distinct / moe.num_experts
+        if config.mixers[index] == "kda":  # the state read and written
+            total += requests * 2 * kda.num_heads * kda.head_dim**2 * 4
+        else:
+            latent = config.mla.kv_lora_rank + config.mla.qk_rope_head_dim
+            total += requests * context * latent * 2
+    return round(total / config.num_layers)
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is timed: a stack of layers, on rows of some requests."""
+
+    name: str
+    config: K3Config
+    impl: Impl
+    kind: str
+    requests: int
+    rows: int
+    starts: int
+
+    @property
+    def title(self) -> str:
+        return f"{self.name} by {self.impl}"
+
+    def arrays(self) -> tuple[list[LayerCache], Residual, StepPlan]:
+        """What the layers take beside their weights; to be jitted."""
+        context = self.starts + self.rows
+        return (
+            make_caches(self.config, self.requests, self.rows, context),
+            make_residual(self.config, self.requests * self.rows),
+            make_plan(self.kind, self.requests, self.rows, self.starts, context),
+        )
+
+    def compile(self, params: list[Any]) -> timing.Program:
+        caches, residual, plan = jax.jit(self.arrays)()
+        sets = [(caches, params, residual, plan)]
+        return timing.compile_over(run_layers(self.config, self.impl), sets, carry=True)
+
+
+def measure(cases: list[Case], progress: Progress) -> Iterator[tuple[Case, timing.Timing]]:
+    """Compile cases of one stack abreast, then time one after another; what fails is said."""
+    params = make_params(cases[0].config, 1000)
+
+    def build(case: Case) -> timing.Program | None:
+        with progress.case(case.title):
+            return case.compile(params)
+        return None
+
+    with ThreadPoolExecutor(8) as pool:
+        built = list(zip(cases, pool.map(build, cases), strict=True))
+    for case, program in built:
+        time = None
+        if program is not None:
+            with progress.case(case.title):
+                time = timing.device_times([program])[0]
+        if time is not None:
+            yield case, time
+
+
+def decode_cases(kind: str, impls: list[Impl], widths: list[int]) -> list[Case]:
+    """Every width of a kind by every implementation, the stock path first."""
+    return [
+        Case(
+            f"{kind} {width:2} rows ({WIDTHS[width][0]} x {WIDTHS[width][1]})",
+            rank_config(KINDS[kind]),
+            impl,
+            "decode",
+            *WIDTHS[width],
+            CONTEXT - WIDTHS[width][1],
+        )
+        for width in widths
+        for impl in sorted(impls, key=lambda impl: impl != "reference")
+    ]
+
+
+def report_decode(
+    cases: list[Case], bandwidth: float, parts: bool, progress: Progress
+) -> Iterator[dict]:
+    """A line for each width; with `parts`, what each kernel takes of it."""
+    stock = {}
+    for case, time in measure(cases, progress):
+        each = time.seconds / LAYERS
+        if case.impl == "reference":
+            stock[case.name] = each * 1e6
+            continue
+        size = layer_bytes(case.config, case.requests, case.rows, CONTEXT)
+        record: dict[str, Any] = {
+            "name": case.name,
+            "megabytes": size / 1e6,
+            "ceiling_us": size / bandwidth * 1e6,
+            "us": each * 1e6,
+            "spread_us": time.spread / LAYERS * 1e6,
+            "percent": 100 * size / bandwidth / each,
+            "launches": time.launches / LAYERS,
+            "kernels_us": time.kernels / LAYERS * 1e6,
+            "stock_us": stock.get(case.name),
+        }
+        beside = f"stock {stock[case.name]:.1f} us" if case.name in stock else "stock not measured"
+        print(
+            "{name:22} {megabytes:7.1f} MB  ceiling {ceiling_us:6.1f} us  layer {us:6.1f} us "
+            "{percent:5.1f}%  {launches:.1f} launches of {kernels_us:.1f} us  ".format(**record)
+            + beside,
+            flush=True,
+        )
+        if parts:
+            for name, seconds in sorted(time.parts.items(), key=lambda part: -part[1])[:30]:
+                print(f"    {seconds / LAYERS * 1e6:8.2f} us  {name[:70]}", flush=True)
+        yield record
+
+
+def report_prefill(contexts: list[int], impl: Impl, progress: Progress) -> Iterator[dict]:
+    """Prompt tokens a second of three KDA layers and an MLA layer, in the chunk at each context."""
+    config = rank_config(SLICE)
+    cases = [
+        Case(f"prefill at {context}", config, impl, "prefill", 1, CHUNK, context - CHUNK)
+        for context in contexts
+    ]
+    for case, time in measure(cases, progress):
+        rate = CHUNK / time.seconds
+        took = f"{time.seconds * 1e3:.2f} ms  {rate:.0f} tokens/s of {LAYERS} layers"
+        print(f"{case.name:44} {took}", flush=True)
+        spread = {"ms": time.seconds * 1e3, "spread_ms": time.spread * 1e3}
+        yield {"name": case.name, **spread, "tokens_per_second": rate}
+
+
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+    """The command line, checked before anything is made."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.layer", description=__doc__)
+    parts = ["decode", "prefill"]
+    parser.add_argument("--part", nargs="+", default=parts, choices=parts)
+    parser.add_argument("--kinds", nargs="+", default=list(KINDS), choices=list(KINDS))
+    parser.add_argument("--no-stock", action="store_true", help="without the stock path beside it")
+    parser.add_argument("--widths", nargs="+", type=int, default=list(WIDTHS), choices=list(WIDTHS))
+    parser.add_argument("--contexts", nargs="+", type=int, default=[8192, 65536])
+    parser.add_argument("--kernels", action="store_true", help="also what each kernel takes")
+    add_limit(parser)
+    options = parser.parse_args(arguments)
+    if min(options.contexts) < CHUNK:
+        parser.error(f"--contexts must hold a chunk of {CHUNK} tokens, got {options.contexts}")
+    return options
+
+
+def main() -> int:
+    """Measure what the command line selects; 1 if a case failed or was left out."""
+    options = parse()
+    timing.require_gpu()
+    progress = Progress(options.minutes)
+    device = jax.devices()[0].device_kind
+    bandwidth = timing.read_bandwidth()
+    print(f"jax {jax.__version__} on {device}: reads {bandwidth / 1e12:.2f} TB/s", flush=True)
+    impls: list[Impl] = ["pallas"] if options.no_stock else ["reference", "pallas"]
+    records: list[dict] = []
+    for kind in options.kinds if "decode" in options.part else ():
+        if progress.in_time(kind):
+            cases = decode_cases(kind, impls, options.widths)
+            records += report_decode(cases, bandwidth, options.kernels, progress)
+    if "prefill" in options.part and progress.in_time("prefill"):
+        records += report_prefill(options.contexts, "pallas", progress)
+    header = {"benchmark": "layer", "jax": jax.__version__, **progress.record()}
+    print(json.dumps({**header, "cases": records}))
+    return progress.status
+
+
+if __name__ == "__main__":
+    sys.exit(main())

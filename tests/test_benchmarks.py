@@ -1,0 +1,232 @@
+"""The benchmarks' commands without a GPU: rows as they come, failures passed over, a last line."""
+
+import dataclasses
+import json
+import runpy
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import pytest
+
+from benchmarks import acceptance, decode, dispatch, kernels, layer, serve, soak, timing
+from benchmarks.progress import Progress
+from pallas_kernels.cases import CASES, select
+
+BENCHMARKS = Path(timing.__file__).parent
+TIMING = timing.Timing(2e-6, 1e-6, 1.0, {"kernel": 1e-6}, 4e-7)
+SMALL = [
+    dataclasses.replace(select(op, "tiny")[0], tags=frozenset({"gpu", "tiny"}))
+    for op in ("linear", "moe_mxfp4", "moe_mono", "kda_decode", "mla_decode")
+]
+
+
+def command(monkeypatch, module, *arguments):
+    """Run a benchmark's main with these arguments."""
+    monkeypatch.setattr(sys, "argv", [module.__name__, *arguments])
+    return module.main()
+
+
+def last_line(capsys):
+    *rows, last = capsys.readouterr().out.splitlines()
+    return rows, json.loads(last)
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """A GPU's clock that gives every program the same time, after a run."""
+
+    def device_times(programs):
+        for program in programs:
+            program.run()
+        return [TIMING] * len(programs)
+
+    monkeypatch.setattr(timing, "ROTATION_BYTES", 1)
+    monkeypatch.setattr(timing, "require_gpu", lambda: None)
+    monkeypatch.setattr(timing, "read_bandwidth", lambda: 4e12)
+    monkeypatch.setattr(timing, "matrix_rate", lambda: 8e14)
+    monkeypatch.setattr(timing, "device_times", device_times)
+
+
+@pytest.fixture
+def small_kernels(monkeypatch, clock):
+    monkeypatch.setattr(kernels, "CASES", SMALL)
+    monkeypatch.setattr(kernels, "IMPLS", ("reference", "reference"))
+    monkeypatch.setattr(kernels, "TOGETHER", 2)
+
+
+@pytest.mark.parametrize("module", [kernels, layer])
+def test_without_a_gpu_nothing_large_is_made(monkeypatch, module):
+    with pytest.raises(NotImplementedError, match="JAX runs on a cpu here"):
+        command(monkeypatch, module)
+
+
+def test_kernels_are_timed_case_by_case(monkeypatch, capsys, small_kernels):
+    assert command(monkeypatch, kernels, "--tags", "tiny") == 0
+    rows, record = last_line(capsys)
+    assert [case["name"] for case in record["cases"]] == [str(case) for case in SMALL]
+    assert [row.split()[0] for row in rows[1:]] == [str(case) for case in SMALL]
+    assert record["failed"] == record["left"] == []
+    for case in record["cases"]:
+        assert (case["us"], case["spread_us"]) == pytest.approx((2.0, 0.4))
+        assert case["peers_us"] == {"xla": pytest.approx(2.0)}
+        assert 0 < case["bytes"] < 1 << 20
+
+
+def test_a_kernel_that_fails_is_named_and_the_others_are_timed(monkeypatch, capsys, small_kernels):
+    bind = kernels.bind
+
+    def broken(case, impl):
+        if case.op == "moe_mxfp4":
+            raise TypeError("no such thing\nat all")
+        return bind(case, impl)
+
+    monkeypatch.setattr(kernels, "bind", broken)
+    assert command(monkeypatch, kernels, "--tags", "tiny") == 1
+    rows, record = last_line(capsys)
+    assert record["failed"] == [str(SMALL[1])]
+    assert len(record["cases"]) == len(SMALL) - 1
+    assert any("FAILED: TypeError: no such thing" in row for row in rows)
+
+
+def test_kernels_that_a_trace_does_not_show_are_timed_alone(monkeypatch, capsys, small_kernels):
+    def device_times(programs):
+        if len(programs) != 1:
+            raise RuntimeError("the trace shows 0 runs of 20")
+        return [TIMING]
+
+    monkeypatch.setattr(timing, "device_times", device_times)
+    assert command(monkeypatch, kernels, "--tags", "tiny", "--case", "linear") == 0
+    rows, record = last_line(capsys)
+    assert len(record["cases"]) == 1
+    assert any("2 programs are timed again, one by one" in row for row in rows)
+
+
+def test_kernels_stop_in_time(monkeypatch, capsys, small_kernels):
+    assert command(monkeypatch, kernels, "--tags", "tiny", "--minutes", "0") == 1
+    _, record = last_line(capsys)
+    assert record["left"] == [str(case) for case in SMALL]
+
+
+@pytest.mark.parametrize(
+    ("module", "arguments", "said"),
+    [
+        (kernels, "--tags k3-tp3", "no case has the tags"),
+        (layer, "--kinds dense", "invalid choice: 'dense'"),
+        (layer, "--widths 3", "invalid choice: 3"),
+        (layer, "--contexts 4096", "must hold a chunk of 8192 tokens"),
+        (dispatch, "--steps 10", "must be above 10"),
+        (soak, "--pauses 1", "must be 2 or more"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused_at_once(monkeypatch, capsys, module, arguments, said):
+    with pytest.raises(SystemExit):
+        command(monkeypatch, module, *arguments.split())
+    assert said in capsys.readouterr().err
+
+
+def small_rank(mixers):
+    config = dispatch.thin_config(len(mixers))
+    return dataclasses.replace(config, mixers=tuple(mixers), ffns=("moe",) * len(mixers))
+
+
+def test_layers_are_timed_width_by_width(monkeypatch, capsys, clock):
+    """Compiled kernels fail on a CPU: they are named, and what runs everywhere has its rows."""
+    monkeypatch.setattr(layer, "rank_config", small_rank)
+    monkeypatch.setattr(layer, "KINDS", {"ffn": ("mla",) * layer.LAYERS})
+    monkeypatch.setattr(layer, "CONTEXT", 32)
+    monkeypatch.setattr(layer, "CHUNK", 16)
+    progress = Progress()
+    cases = layer.decode_cases("ffn", ["pallas", "reference", "interpret"], [1])
+    [record] = layer.report_decode(cases, 4e12, True, progress)
+    rows = capsys.readouterr().out.splitlines()
+    assert record["us"] == record["stock_us"] == pytest.approx(2.0 / layer.LAYERS)
+    assert progress.failed == ["ffn  1 rows (1 x 1) by pallas"]
+    assert "stock 0.5 us" in rows[1]
+    assert rows[2].endswith("kernel")
+    [record] = layer.report_prefill([32], "reference", progress)
+    assert record["tokens_per_second"] == pytest.approx(8e6)
+
+
+def test_a_text_without_a_step_is_named_and_the_others_are_measured(monkeypatch, capsys, tmp_path):
+    (tmp_path / "long").write_text("one two three " * 40)
+    (tmp_path / "short").write_text("one")
+    names = [str(tmp_path / name) for name in ("short", "missing", "long")]
+    assert command(monkeypatch, acceptance, *names, "--prompt", "8", "--num-spec", "3") == 1
+    rows, record = last_line(capsys)
+    assert record["failed"] == names[:2]
+    assert record["results"][names[2]][0]["tokens_per_step"] > 2
+    assert "ValueError" in rows[0]
+    assert "FileNotFoundError" in rows[1]
+
+
+def test_tokens_per_second_are_those_of_whole_answers(monkeypatch, capsys):
+    """The bundled model, really: what it cannot answer has no rate."""
+    flags = ["--tokens=4", "--prompt-tokens=4", "--repeats=1", "--dtype=float32"]
+    refused = []
+
+    def add(self, request, matcher=None):
+        if refused and request.request_id == "1":
+            raise ValueError("not this one")
+        return whole(self, request, matcher)
+
+    whole = decode.Engine.add
+    monkeypatch.setattr(decode.Engine, "add", add)
+    monkeypatch.setattr(decode, "step_bytes", lambda *sizes: refused.append(True) or 1e6)
+    assert command(monkeypatch, decode, *flags, "--concurrency", "1", "2") == 1
+    rows, record = last_line(capsys)
+    [result] = record["results"]
+    assert result["concurrency"] == 1
+    assert result["tokens_per_second"] > 0
+    assert 0 < result["tokens_per_step"] <= 1
+    assert record["failed"] == ["2 requests"]
+    assert "ValueError: not this one" in rows[-1]
+
+
+@pytest.mark.parametrize("script", kernels.PEERS)
+def test_peers_name_cases_that_exist(monkeypatch, capsys, script):
+    """Each time of a peer stands beside a case of ours; torch is not there, nor are the peers."""
+    monkeypatch.setattr(sys, "argv", [script])
+    main = runpy.run_path(str(BENCHMARKS / script), run_name="peer")["main"]
+    main.__globals__.update(
+        chunk_kda=None,
+        fused_recurrent_kda=None,
+        graph_time=lambda *arguments: 5.0,
+        make_bank=dict,
+        measure=lambda rows, bank: {"whole_us": 5.0, "products_us": 4.0},
+    )
+    assert main() == 0
+    _, times = last_line(capsys)
+    named = {name for cases in times.values() for name in cases}
+    assert named
+    assert named <= {str(case) for case in CASES if "gpu" in case.tags}
+    assert {time for cases in times.values() for time in cases.values()} <= {4.0, 5.0}
+
+
+def test_peers_that_are_not_there_are_passed_over(monkeypatch, capsys):
+    said = {
+        "peers_kda.py": types.SimpleNamespace(returncode=1, stdout='{"fla": {"a": 5.0}}\n'),
+        "peers_moe.py": types.SimpleNamespace(returncode=1, stdout=""),
+    }
+    monkeypatch.setattr(subprocess, "run", lambda run, **options: said[Path(run[1]).name])
+    assert kernels.outside_peers("python", None) == {"a": {"fla": pytest.approx(5e-6)}}
+    rows = capsys.readouterr().out.splitlines()
+    assert rows == [
+        "peers_kda.py: not all measured (exit status 1)",
+        "peers_moe.py: not measured (exit status 1)",
+    ]
+
+
+def test_a_server_that_refuses_has_no_times(monkeypatch, capsys):
+    async def level(url, concurrency, options):
+        if concurrency == 4:
+            raise RuntimeError("429")
+        return dict.fromkeys(("concurrency", "ttft", "tpot", "tokens", "requests"), 1.0)
+
+    monkeypatch.setattr(serve, "level", level)
+    assert command(monkeypatch, serve, "--url", "http://127.0.0.1:1") == 1
+    rows, record = last_line(capsys)
+    assert record["failed"] == ["4 clients"]
+    assert len(record["results"]) == 2
+    assert len(rows) == 4
