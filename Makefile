@@ -7,13 +7,22 @@ EXTRAS = dev$(if $(GPU),$(comma)$(GPU))
 comma = ,
 READY = .venv/.ready-dev$(if $(GPU),-$(GPU))
 
-.PHONY: serve test lint lock clean
+.PHONY: serve test notebooks lint lock clean
 
 serve: $(READY)
 	.venv/bin/python -m k3jax.serve $(ARGS)
 
 test: $(READY)
 	.venv/bin/python -m pytest -n 2 --dist loadfile $(ARGS)
+
+# With the compiler of notebook 6. Later starts take what was compiled from where the server's is.
+notebooks: .venv/.ready-notebooks
+	JAX_COMPILATION_CACHE_DIR=$(HOME)/.cache/k3jax .venv/bin/jupyter lab notebooks $(ARGS)
+
+.venv/.ready-notebooks: $(READY)
+	.venv/bin/python -m pip install --quiet --disable-pip-version-check \
+	  --constraint requirements.lock --editable '.[notebooks,aot]'
+	touch $@
 
 lint: $(READY)
 	.venv/bin/ruff check .

@@ -24,10 +24,11 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 
 
 def pytest_collection_modifyitems(config, items):
-    """Deselect `gpu` and `slow` tests unless a -m expression asks for them."""
+    """Deselect tests with needs of their own unless a -m expression asks for them."""
     if config.option.markexpr:
         return
-    kept = [item for item in items if not ({"gpu", "slow"} & set(item.keywords))]
+    special = {"gpu", "slow", "browser", "notebooks"}
+    kept = [item for item in items if not special & set(item.keywords)]
     config.hook.pytest_deselected(items=[item for item in items if item not in kept])
     items[:] = kept
 
