@@ -1,17 +1,20 @@
 """Time a layer of a Kimi-K3 rank at TP 8: `python -m benchmarks.layer [--part decode prefill]`.
 
 Four layers of real size with random weights run one after another, so that no weight comes out of
-the cache; there is one rank, so the reductions between ranks are not in these times. Prints, per
-kind and width, the byte ceiling, the time of a layer made of kernels, its percentage and launches,
-and the stock path's time; then the prompt tokens a second of such a slice. Ends with one JSON
-line. Needs a GPU with 40 GB.
+the cache. There is one rank, so the reductions between ranks are not in these times; with --tp N
+there are also N of the 8 ranks, on a GPU each, with their reductions. Prints, per kind and width,
+the byte ceiling, the time of a layer made of kernels, its percentage and launches, and the stock
+path's time, or what N ranks take more than one; then the prompt tokens a second of such a slice.
+Ends with one JSON line. Needs GPUs with 40 GB.
 """
 
 from __future__ import annotations
 
 import argparse
 import functools
+import itertools
 import json
+import re
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -21,15 +24,17 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding
 
 from benchmarks import timing
 from benchmarks.progress import Progress, add_limit
-from k3jax.cache import CacheSizes, LayerCache, empty_layers
+from k3jax.cache import CacheSizes, LayerCache, cache_specs, empty_layers
 from k3jax.config import K3Config
 from k3jax.decode.layers import layer_kernels
+from k3jax.doctor import COMMAND_BUFFERS, gather, xla_flag
 from k3jax.model.inputs import Residual, StepPlan
-from k3jax.parallel import REPLICATED, make_mesh, spmd
-from k3jax.params import packed_shapes
+from k3jax.parallel import REPLICATED, make_mesh, shardings, spmd
+from k3jax.params import packed_shapes, packed_specs
 from pallas_kernels import Impl
 
 CONFIG = Path(__file__).parent.parent / "tests" / "data" / "k3-config.json"
@@ -40,30 +45,36 @@ BLOCKS = 8  # of attention residuals, as in the last layers
 KINDS = {"whole": ("kda",) * LAYERS, "ffn": ("mla",) * LAYERS}
 SLICE = ("kda", "kda", "kda", "mla")
 CHUNK = 8192
+REDUCTION = re.compile("nccl|all.?reduce", re.IGNORECASE)  # in the names of kernels
 
 
-def rank_config(mixers: tuple[Any, ...]) -> K3Config:
-    """One rank's part of Kimi-K3, as a model of its own with these layers."""
+def rank_config(mixers: tuple[Any, ...], ranks: int = 1) -> K3Config:
+    """The part of Kimi-K3 that so many of its ranks hold, as a model of its own."""
     whole = K3Config.from_file(CONFIG)
     moe, kda, mla = whole.moe, whole.kda, whole.mla
+
+    def part(size: int) -> int:
+        return size // RANKS * ranks
+
     return replace(
         whole,
         num_layers=len(mixers),
         mixers=mixers,
         ffns=tuple("moe" for _ in mixers),
-        kda=replace(kda, num_heads=kda.num_heads // RANKS),
-        mla=replace(mla, num_heads=mla.num_heads // RANKS),
-        moe=replace(moe, inner=moe.inner // RANKS, shared_inner=moe.shared_inner // RANKS),
+        kda=replace(kda, num_heads=part(kda.num_heads)),
+        mla=replace(mla, num_heads=part(mla.num_heads)),
+        moe=replace(moe, inner=part(moe.inner), shared_inner=part(moe.shared_inner)),
     )
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2))
 def noise(shape: tuple[int, ...], dtype: Any, wide: bool, seed: jax.Array) -> jax.Array:
     """Words of a hash; as floats, uniform around zero and of a matrix' usual size if `wide`."""
-    flat = jax.lax.iota(jnp.uint32, functools.reduce(lambda a, b: a * b, shape, 1))
-    words = (flat + seed * jnp.uint32(0x9E3779B9)) * jnp.uint32(0x85EBCA6B)
+    number = jnp.zeros(shape, jnp.uint32)  # of each element; a device counts only its own
+    for axis, size in enumerate(shape):
+        number = number * jnp.uint32(size) + jax.lax.broadcasted_iota(jnp.uint32, shape, axis)
+    words = (number + seed * jnp.uint32(0x9E3779B9)) * jnp.uint32(0x85EBCA6B)
     words = (words ^ (words >> 15)) * jnp.uint32(0xC2B2AE35)
-    words = (words ^ (words >> 16)).reshape(shape)
+    words = words ^ (words >> 16)
     if dtype == jnp.uint32:
         return words
     if dtype == jnp.uint8:
@@ -72,14 +83,27 @@ def noise(shape: tuple[int, ...], dtype: Any, wide: bool, seed: jax.Array) -> ja
     return (uniform * (1.7 * shape[-1] ** -0.5 if wide else 1.0)).astype(dtype)
 
 
-def make_params(config: K3Config, seed: int) -> list[Any]:
-    """Packed weights of each layer, made on the device; the shapes compile abreast."""
-    shapes = packed_shapes(config, 1)["layers"]
+@functools.lru_cache
+def noise_over(sharding: NamedSharding) -> Any:
+    """`noise` made where it lives."""
+    return jax.jit(noise, static_argnums=(0, 1, 2), out_shardings=sharding)
+
+
+def layer_specs(config: K3Config) -> list[Any]:
+    """The tree of PartitionSpec of each layer's packed weights."""
+    specs = packed_specs(config)["layers"]
+    return [specs[index] for index in range(config.num_layers)]
+
+
+def make_params(config: K3Config, mesh: Mesh, seed: int) -> list[Any]:
+    """Packed weights of each layer, made on the devices; the shapes compile abreast."""
+    shapes = packed_shapes(config, mesh.size)["layers"]
     leaves, tree = jax.tree.flatten([shapes[index] for index in range(config.num_layers)])
+    split = jax.tree.leaves(shardings(mesh, layer_specs(config)))
 
     def make(number: int) -> jax.Array:
-        shape = leaves[number]
-        return noise(shape.shape, shape.dtype, len(shape.shape) > 1, jnp.uint32(seed + number))
+        shape, build = leaves[number], noise_over(split[number])
+        return build(shape.shape, shape.dtype, len(shape.shape) > 1, jnp.uint32(seed + number))
 
     with ThreadPoolExecutor(16) as pool:
         return jax.tree.unflatten(tree, list(pool.map(make, range(len(leaves)))))
@@ -129,9 +153,9 @@ def make_residual(config: K3Config, rows: int) -> Residual:
     return Residual(blocks, jnp.int32(BLOCKS), part, delta)
 
 
-def run_layers(config: K3Config, impl: Impl) -> Any:
+def run_layers(config: K3Config, impl: Impl, mesh: Mesh) -> Any:
     """(caches, params, residual, plan) -> (caches, result) through all layers of the config."""
-    kernels = layer_kernels(config, 1, impl)
+    kernels = layer_kernels(config, mesh.size, impl)
 
     def run(
         caches: list[LayerCache], params: list[Any], residual: Residual, plan: StepPlan
@@ -144,11 +168,13 @@ def run_layers(config: K3Config, impl: Impl) -> Any:
             flags, health = flags | words[0], health | words[1]
         return done, (residual, flags, health)
 
-    return spmd(run, make_mesh(1), (REPLICATED,) * 4, (REPLICATED, REPLICATED))
+    caches = list(cache_specs(config).layers)
+    inputs = (caches, layer_specs(config), REPLICATED, REPLICATED)
+    return spmd(run, mesh, inputs, (caches, REPLICATED))
 
 
 def layer_bytes(config: K3Config, requests: int, rows: int, context: int) -> int:
-    """The fewest bytes that one layer of such a step must move, by mean over the layers."""
+    """The fewest bytes that one layer must move on one rank, by mean over the rank's layers."""
     moe, kda, width = config.moe, config.kda, requests * rows
     distinct = moe.num_experts * (1 - (1 - moe.top_k / moe.num_experts) ** width)
     total = 0.0
@@ -174,10 +200,11 @@ class Case:
     requests: int
     rows: int
     starts: int
+    ranks: int = 1
 
     @property
     def title(self) -> str:
-        return f"{self.name} by {self.impl}"
+        return f"{self.name} at TP {self.ranks} by {self.impl}"
 
     def arrays(self) -> tuple[list[LayerCache], Residual, StepPlan]:
         """What the layers take beside their weights; to be jitted."""
@@ -189,14 +216,23 @@ class Case:
         )
 
     def compile(self, params: list[Any]) -> timing.Program:
-        caches, residual, plan = jax.jit(self.arrays)()
+        mesh = make_mesh(self.ranks)
+        split = (list(cache_specs(self.config).layers), REPLICATED, REPLICATED)
+        build = jax.jit(self.arrays, out_shardings=shardings(mesh, split))
+        caches, residual, plan = build()
         sets = [(caches, params, residual, plan)]
-        return timing.compile_over(run_layers(self.config, self.impl), sets, carry=True)
+        return timing.compile_over(run_layers(self.config, self.impl, mesh), sets, carry=True)
 
 
 def measure(cases: list[Case], progress: Progress) -> Iterator[tuple[Case, timing.Timing]]:
+    """Time the cases of one kind of layers, all of one number of ranks before the next."""
+    for _, group in itertools.groupby(cases, key=lambda case: case.ranks):
+        yield from measure_stack(list(group), progress)
+
+
+def measure_stack(cases: list[Case], progress: Progress) -> Iterator[tuple[Case, timing.Timing]]:
     """Compile cases of one stack abreast, then time one after another; what fails is said."""
-    params = make_params(cases[0].config, 1000)
+    params = make_params(cases[0].config, make_mesh(cases[0].ranks), 1000)
 
     def build(case: Case) -> timing.Program | None:
         with progress.case(case.title):
@@ -214,49 +250,63 @@ def measure(cases: list[Case], progress: Progress) -> Iterator[tuple[Case, timin
             yield case, time
 
 
-def decode_cases(kind: str, impls: list[Impl], widths: list[int]) -> list[Case]:
-    """Every width of a kind by every implementation, the stock path first."""
+def decode_cases(kind: str, impls: list[Impl], widths: list[int], tp: int) -> list[Case]:
+    """Every width of a kind by every implementation, stock first and on one rank only."""
     return [
         Case(
             f"{kind} {width:2} rows ({WIDTHS[width][0]} x {WIDTHS[width][1]})",
-            rank_config(KINDS[kind]),
+            rank_config(KINDS[kind], ranks),
             impl,
             "decode",
             *WIDTHS[width],
             CONTEXT - WIDTHS[width][1],
+            ranks,
         )
+        for ranks in sorted({1, tp})
         for width in widths
         for impl in sorted(impls, key=lambda impl: impl != "reference")
+        if impl != "reference" or ranks == 1
     ]
+
+
+def decode_record(case: Case, time: timing.Timing, bandwidth: float) -> dict[str, Any]:
+    """What a case took, for the line of JSON."""
+    one = rank_config(case.config.mixers)
+    size = layer_bytes(one, case.requests, case.rows, case.starts + case.rows)
+    each = time.seconds / LAYERS
+    reductions = sum(part for name, part in time.parts.items() if REDUCTION.search(name))
+    return {
+        "name": case.name,
+        "tp": case.ranks,
+        "megabytes": size / 1e6,
+        "ceiling_us": size / bandwidth * 1e6,
+        "us": each * 1e6,
+        "us_by_device": [seconds / LAYERS * 1e6 for seconds in time.by_device],
+        "spread_us": time.spread / LAYERS * 1e6,
+        "percent": 100 * size / bandwidth / each,
+        "launches": time.launches / LAYERS,
+        "kernels_us": time.kernels / LAYERS * 1e6,
+        "reductions_us": reductions / LAYERS * 1e6,
+    }
 
 
 def report_decode(
     cases: list[Case], bandwidth: float, parts: bool, progress: Progress
 ) -> Iterator[dict]:
     """A line for each width; with `parts`, what each kernel takes of it."""
-    stock = {}
+    beside: dict[tuple[str, str], float] = {}  # of one rank, by name and implementation
     for case, time in measure(cases, progress):
-        each = time.seconds / LAYERS
+        record = decode_record(case, time, bandwidth)
+        if case.ranks == 1:
+            beside[case.name, case.impl] = record["us"]
         if case.impl == "reference":
-            stock[case.name] = each * 1e6
             continue
-        size = layer_bytes(case.config, case.requests, case.rows, CONTEXT)
-        record: dict[str, Any] = {
-            "name": case.name,
-            "megabytes": size / 1e6,
-            "ceiling_us": size / bandwidth * 1e6,
-            "us": each * 1e6,
-            "spread_us": time.spread / LAYERS * 1e6,
-            "percent": 100 * size / bandwidth / each,
-            "launches": time.launches / LAYERS,
-            "kernels_us": time.kernels / LAYERS * 1e6,
-            "stock_us": stock.get(case.name),
-        }
-        beside = f"stock {stock[case.name]:.1f} us" if case.name in stock else "stock not measured"
+        record["stock_us"] = beside.get((case.name, "reference"))
+        record["tp1_us"] = beside.get((case.name, case.impl))
         print(
-            "{name:22} {megabytes:7.1f} MB  ceiling {ceiling_us:6.1f} us  layer {us:6.1f} us "
-            "{percent:5.1f}%  {launches:.1f} launches of {kernels_us:.1f} us  ".format(**record)
-            + beside,
+            "{name:22} TP {tp} {megabytes:7.1f} MB  ceiling {ceiling_us:6.1f} us  layer {us:6.1f} "
+            "us {percent:5.1f}%  {launches:.1f} launches of {kernels_us:.1f} us  ".format(**record)
+            + (beside_stock(record) if case.ranks == 1 else beside_one(record)),
             flush=True,
         )
         if parts:
@@ -265,19 +315,34 @@ def report_decode(
         yield record
 
 
-def report_prefill(contexts: list[int], impl: Impl, progress: Progress) -> Iterator[dict]:
+def beside_stock(record: dict[str, Any]) -> str:
+    """What the stock path takes."""
+    stock = record["stock_us"]
+    return "stock not measured" if stock is None else f"stock {stock:.1f} us"
+
+
+def beside_one(record: dict[str, Any]) -> str:
+    """What several ranks take more than one, and what of it the reductions are."""
+    one, quickest = record["tp1_us"], min(record["us_by_device"])
+    more = "TP 1 not measured" if one is None else f"{record['us'] - one:+.1f} us over TP 1"
+    reductions = f"reductions {record['reductions_us']:.1f} us with what they wait"
+    return f"{more}  {reductions}  quickest device {quickest:.1f} us"
+
+
+def report_prefill(contexts: list[int], impl: Impl, tp: int, progress: Progress) -> Iterator[dict]:
     """Prompt tokens a second of three KDA layers and an MLA layer, in the chunk at each context."""
-    config = rank_config(SLICE)
+    rows = ("prefill", 1, CHUNK)
     cases = [
-        Case(f"prefill at {context}", config, impl, "prefill", 1, CHUNK, context - CHUNK)
-        for context in contexts
+        Case(f"prefill at {end}", rank_config(SLICE, ranks), impl, *rows, end - CHUNK, ranks)
+        for ranks in sorted({1, tp})
+        for end in contexts
     ]
     for case, time in measure(cases, progress):
         rate = CHUNK / time.seconds
         took = f"{time.seconds * 1e3:.2f} ms  {rate:.0f} tokens/s of {LAYERS} layers"
-        print(f"{case.name:44} {took}", flush=True)
+        print(f"{case.name:38} TP {case.ranks}  {took}", flush=True)
         spread = {"ms": time.seconds * 1e3, "spread_ms": time.spread * 1e3}
-        yield {"name": case.name, **spread, "tokens_per_second": rate}
+        yield {"name": case.name, "tp": case.ranks, **spread, "tokens_per_second": rate}
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -290,6 +355,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--widths", nargs="+", type=int, default=list(WIDTHS), choices=list(WIDTHS))
     parser.add_argument("--contexts", nargs="+", type=int, default=[8192, 65536])
     parser.add_argument("--kernels", action="store_true", help="also what each kernel takes")
+    parser.add_argument("--tp", type=int, default=1, choices=(1, 2, 4, 8), help="ranks, a GPU each")
     add_limit(parser)
     options = parser.parse_args(arguments)
     if min(options.contexts) < CHUNK:
@@ -301,19 +367,22 @@ def main() -> int:
     """Measure what the command line selects; 1 if a case failed or was left out."""
     options = parse()
     timing.require_gpu()
+    make_mesh(options.tp)  # raises if there are too few
     progress = Progress(options.minutes)
-    device = jax.devices()[0].device_kind
+    device, buffers = jax.devices()[0].device_kind, xla_flag(gather(), COMMAND_BUFFERS)
     bandwidth = timing.read_bandwidth()
     print(f"jax {jax.__version__} on {device}: reads {bandwidth / 1e12:.2f} TB/s", flush=True)
+    print(f"command buffers of {'the default kinds' if buffers is None else buffers}", flush=True)
     impls: list[Impl] = ["pallas"] if options.no_stock else ["reference", "pallas"]
     records: list[dict] = []
     for kind in options.kinds if "decode" in options.part else ():
         if progress.in_time(kind):
-            cases = decode_cases(kind, impls, options.widths)
+            cases = decode_cases(kind, impls, options.widths, options.tp)
             records += report_decode(cases, bandwidth, options.kernels, progress)
     if "prefill" in options.part and progress.in_time("prefill"):
-        records += report_prefill(options.contexts, "pallas", progress)
-    header = {"benchmark": "layer", "jax": jax.__version__, **progress.record()}
+        records += report_prefill(options.contexts, "pallas", options.tp, progress)
+    header = {"benchmark": "layer", "jax": jax.__version__, "command_buffers": buffers}
+    header |= progress.record()
     print(json.dumps({**header, "cases": records}))
     return progress.status
 

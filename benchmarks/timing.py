@@ -5,6 +5,9 @@ kernel takes: the wall clock times the host. So every time here is read from the
 timestamps. A function is unrolled over sets of distinct arrays of more than 200 MB together, so
 that no weight comes out of the cache, and the unrolled program is captured as one CUDA graph.
 MAX_SETS sets of less than 1 MB each are fewer bytes, and may come out of the cache.
+
+A program on several GPUs is as slow as its slowest one. Each has a time of its own, in which the
+reductions hold what it waited for the others; the GPUs do not start at once.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -29,18 +32,26 @@ PAUSE = 0.02  # seconds of silence that part one run from the next in the trace
 # Otherwise XLA launches kernel by kernel while a profiler looks on.
 KEEP_GRAPHS = {"xla_enable_command_buffers_during_profiling": True}
 
-Event = tuple[str, float, float]  # name, start and end in seconds
+
+class Event(NamedTuple):
+    """A kernel, copy or fill; start and end in seconds."""
+
+    name: str
+    start: float
+    end: float
+    device: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
 class Timing:
-    """What one application takes on the device, in seconds; medians."""
+    """What one application takes on the device, in seconds; medians. Of several, the slowest."""
 
     seconds: float  # first start to last end of all applications, by their number: gaps included
     kernels: float  # the sum of its kernels' durations
     launches: float  # kernels, copies and fills of one application
     parts: dict[str, float]  # kernel name -> its share of `kernels`
     spread: float  # of `seconds`: the largest minus the smallest run
+    by_device: tuple[float, ...]  # `seconds` of each device, the slowest last
 
 
 @dataclasses.dataclass
@@ -152,31 +163,47 @@ def _device_events(directory: Path) -> list[Event]:
                 for line in plane.lines:
                     if line.name.startswith("Stream"):
                         events += [
-                            (e.name, e.start_ns * 1e-9, (e.start_ns + e.duration_ns) * 1e-9)
+                            Event(
+                                e.name,
+                                e.start_ns * 1e-9,
+                                (e.start_ns + e.duration_ns) * 1e-9,
+                                plane.name,
+                            )
                             for e in line.events
                         ]
-    return sorted(events, key=lambda event: event[1])
+    return sorted(events, key=lambda event: event.start)
 
 
 def split_runs(events: Sequence[Event]) -> list[list[Event]]:
-    """Part events, ordered by start, where nothing ran for half of PAUSE."""
+    """Part events, ordered by start, where nothing ran on any device for half of PAUSE."""
     runs: list[list[Event]] = []
     end = float("-inf")
     for event in events:
-        if event[1] - end > PAUSE / 2:
+        if event.start - end > PAUSE / 2:
             runs.append([])
         runs[-1].append(event)
-        end = max(end, event[2])
+        end = max(end, event.end)
     return runs
 
 
 def _timing(count: int, runs: list[list[Event]]) -> Timing:
-    """Sum up a program's runs of `count` applications."""
-    spans = [(max(end for *_, end in run) - run[0][1]) / count for run in runs]
+    """Sum up a program's runs of `count` applications; RuntimeError if devices sat one out."""
+    devices = sorted({event.device for run in runs for event in run})
+    parted = [[[e for e in run if e.device == device] for run in runs] for device in devices]
+    for device, own in zip(devices, parted, strict=True):
+        if not all(own):
+            raise RuntimeError(f"the trace shows {device} in {sum(map(bool, own))} of {len(own)}")
+    found = sorted((_device_timing(count, own) for own in parted), key=lambda each: each.seconds)
+    return dataclasses.replace(found[-1], by_device=tuple(each.seconds for each in found))
+
+
+def _device_timing(count: int, runs: list[list[Event]]) -> Timing:
+    """Sum up one device's runs of `count` applications."""
+    spans = [(max(event.end for event in run) - run[0].start) / count for run in runs]
     durations: dict[str, list[float]] = collections.defaultdict(list)
     for run in runs:
-        for name, start, end in run:
-            durations[name].append(end - start)
+        for event in run:
+            durations[event.name].append(event.end - event.start)
     share = 1 / (len(runs) * count)
     parts = {name: statistics.median(each) * len(each) * share for name, each in durations.items()}
     return Timing(
@@ -185,6 +212,7 @@ def _timing(count: int, runs: list[list[Event]]) -> Timing:
         launches=sum(len(run) for run in runs) * share,
         parts=parts,
         spread=max(spans) - min(spans),
+        by_device=(statistics.median(spans),),
     )
 
 

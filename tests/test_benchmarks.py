@@ -8,14 +8,20 @@ import sys
 import types
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from benchmarks import acceptance, decode, dispatch, kernels, layer, serve, soak, timing
 from benchmarks.progress import Progress
+from k3jax.parallel import make_mesh
+from k3jax.params import packed_shapes
 from pallas_kernels.cases import CASES, select
 
 BENCHMARKS = Path(timing.__file__).parent
-TIMING = timing.Timing(2e-6, 1e-6, 1.0, {"kernel": 1e-6}, 4e-7)
+PARTS = {"kernel": 6e-7, "ncclDevKernel_AllReduce_Sum_f32_RING_LL": 4e-7}
+TIMING = timing.Timing(2e-6, 1e-6, 1.0, PARTS, 4e-7, (2e-6,))
 SMALL = [
     dataclasses.replace(select(op, "tiny")[0], tags=frozenset({"gpu", "tiny"}))
     for op in ("linear", "moe_mxfp4", "moe_mono", "kda_decode", "mla_decode")
@@ -116,6 +122,7 @@ def test_kernels_stop_in_time(monkeypatch, capsys, small_kernels):
         (layer, "--kinds dense", "invalid choice: 'dense'"),
         (layer, "--widths 3", "invalid choice: 3"),
         (layer, "--contexts 4096", "must hold a chunk of 8192 tokens"),
+        (layer, "--tp 3", "invalid choice: 3"),
         (dispatch, "--steps 10", "must be above 10"),
         (soak, "--pauses 1", "must be 2 or more"),
     ],
@@ -126,27 +133,84 @@ def test_what_cannot_be_measured_is_refused_at_once(monkeypatch, capsys, module,
     assert said in capsys.readouterr().err
 
 
-def small_rank(mixers):
+def small_rank(mixers, ranks=1):
     config = dispatch.thin_config(len(mixers))
-    return dataclasses.replace(config, mixers=tuple(mixers), ffns=("moe",) * len(mixers))
+    return dataclasses.replace(
+        config,
+        mixers=tuple(mixers),
+        ffns=("moe",) * len(mixers),
+        kda=dataclasses.replace(config.kda, num_heads=2 * ranks),
+        mla=dataclasses.replace(config.mla, num_heads=2 * ranks),
+        moe=dataclasses.replace(config.moe, inner=32 * ranks, shared_inner=32 * ranks),
+    )
 
 
-def test_layers_are_timed_width_by_width(monkeypatch, capsys, clock):
-    """Compiled kernels fail on a CPU: they are named, and what runs everywhere has its rows."""
+@pytest.fixture
+def small_layers(monkeypatch, clock):
     monkeypatch.setattr(layer, "rank_config", small_rank)
     monkeypatch.setattr(layer, "KINDS", {"ffn": ("mla",) * layer.LAYERS})
     monkeypatch.setattr(layer, "CONTEXT", 32)
     monkeypatch.setattr(layer, "CHUNK", 16)
+
+
+def test_layers_are_timed_width_by_width(capsys, small_layers):
+    """Compiled kernels fail on a CPU: they are named, and what runs everywhere has its rows."""
     progress = Progress()
-    cases = layer.decode_cases("ffn", ["pallas", "reference", "interpret"], [1])
+    cases = layer.decode_cases("ffn", ["pallas", "reference", "interpret"], [1], 1)
     [record] = layer.report_decode(cases, 4e12, True, progress)
     rows = capsys.readouterr().out.splitlines()
     assert record["us"] == record["stock_us"] == pytest.approx(2.0 / layer.LAYERS)
-    assert progress.failed == ["ffn  1 rows (1 x 1) by pallas"]
+    assert progress.failed == ["ffn  1 rows (1 x 1) at TP 1 by pallas"]
     assert "stock 0.5 us" in rows[1]
     assert rows[2].endswith("kernel")
-    [record] = layer.report_prefill([32], "reference", progress)
+    [record] = layer.report_prefill([32], "reference", 1, progress)
     assert record["tokens_per_second"] == pytest.approx(8e6)
+
+
+def test_layers_of_several_ranks_stand_beside_those_of_one(monkeypatch, capsys, small_layers):
+    """Each rank holds what the one holds, whatever their number."""
+    progress, seen = Progress(), []
+
+    def device_times(programs):
+        [program] = programs
+        leaves = jax.tree.leaves((program.states, program.others))
+        parts = [{shard.device: shard.data.shape for shard in x.addressable_shards} for x in leaves]
+        seen.append([set(own.values()) for own in parts])
+        ranks = max(map(len, parts))
+        reductions = program.compiled.as_text().count(" all-reduce(")
+        assert reductions == (2 * layer.LAYERS if ranks == 2 else 0)
+        program.run()
+        seconds = tuple(2e-6 * (1 + rank) for rank in range(ranks))
+        return [dataclasses.replace(TIMING, seconds=seconds[-1], by_device=seconds)]
+
+    monkeypatch.setattr(timing, "device_times", device_times)
+    cases = layer.decode_cases("ffn", ["interpret"], [1], 2)
+    one, two = layer.report_decode(cases, 4e12, False, progress)
+    assert progress.status == 0
+    assert seen[0] == seen[1]
+    assert (one["tp"], two["tp"]) == (1, 2)
+    assert two["tp1_us"] == one["us"] == pytest.approx(0.5)
+    assert two["us_by_device"] == pytest.approx([0.5, 1.0])
+    assert two["megabytes"] == one["megabytes"]
+    assert two["percent"] == pytest.approx(one["percent"] / 2)
+    assert two["reductions_us"] == pytest.approx(0.1)
+    assert "+0.5 us over TP 1  reductions 0.1 us" in capsys.readouterr().out.splitlines()[1]
+    rows = list(layer.report_prefill([16], "reference", 2, progress))
+    assert [row["tp"] for row in rows] == [1, 2]
+    assert progress.status == 0
+
+
+def test_a_rank_of_several_has_its_weights_and_no_others():
+    """As a rank of Kimi-K3 at TP 8; weights are the same in every run."""
+    config, mesh = small_rank(("kda", "mla"), 4), make_mesh(4)
+    params = layer.make_params(config, mesh, 1000)
+    own = jax.tree.map(lambda leaf: leaf.addressable_shards[2].data, params)
+    wanted = packed_shapes(small_rank(("kda", "mla")), 1)["layers"]
+    assert jax.tree.map(jnp.shape, own) == jax.tree.map(jnp.shape, [wanted[0], wanted[1]])
+    again = layer.make_params(config, mesh, 1000)
+    jax.tree.map(np.testing.assert_array_equal, params, again)
+    whole = layer.rank_config(("kda",), 8)
+    assert (whole.kda.num_heads, whole.moe.inner) == (96, 3072)
 
 
 def test_a_text_without_a_step_is_named_and_the_others_are_measured(monkeypatch, capsys, tmp_path):

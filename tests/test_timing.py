@@ -8,13 +8,20 @@ from benchmarks import timing
 PAUSE = timing.PAUSE
 
 
-def run(start, applications):
+def run(start, applications, device="0"):
     """A run whose application is a kernel of 3 us, a gap of 1 us, one of 2 us, a gap of 1 us."""
     events = []
     for index in range(applications):
         at = start + index * 7e-6
-        events += [("first", at, at + 3e-6), ("second", at + 4e-6, at + 6e-6)]
+        for name, begin, end in [("first", 0.0, 3e-6), ("second", 4e-6, 6e-6)]:
+            events.append(timing.Event(name, at + begin, at + end, device))
     return events
+
+
+def lengthened(events, seconds):
+    """With an end that comes so much later."""
+    last = events[-1]
+    return [*events[:-1], last._replace(end=last.end + seconds)]
 
 
 def test_runs_are_parted_by_silence():
@@ -24,14 +31,33 @@ def test_runs_are_parted_by_silence():
 
 
 def test_times_of_an_application():
-    runs = [run(0.0, 4), run(1.0, 4), run(2.0, 4)]
-    runs[1][-1] = ("second", runs[1][-1][1], runs[1][-1][2] + 4e-6)
+    runs = [run(0.0, 4), lengthened(run(1.0, 4), 4e-6), run(2.0, 4)]
     found = timing._timing(4, runs)
     assert found.seconds == pytest.approx(27e-6 / 4)
     assert found.spread == pytest.approx(1e-6)
     assert found.parts == pytest.approx({"first": 3e-6, "second": 2e-6})
     assert found.kernels == pytest.approx(5e-6)
     assert found.launches == 2
+    assert found.by_device == (found.seconds,)
+
+
+def test_the_slowest_of_several_devices_counts():
+    """Their kernels run at once, and the later one starts before the earlier one's pause ends."""
+    starts = [index * (PAUSE + 1e-4) for index in range(3)]
+    runs = [
+        sorted(
+            [*run(start, 4), *lengthened(run(start + 2e-6, 4, "1"), 8e-6)], key=lambda e: e.start
+        )
+        for start in starts
+    ]
+    assert timing.split_runs([event for each in runs for event in each]) == runs
+    found = timing._timing(4, runs)
+    assert found.seconds == pytest.approx(35e-6 / 4)
+    assert found.by_device == pytest.approx((27e-6 / 4, 35e-6 / 4))
+    assert found.launches == 2
+    assert found.parts == pytest.approx({"first": 3e-6, "second": 2e-6})
+    with pytest.raises(RuntimeError, match="shows 1 in 2 of 3"):
+        timing._timing(4, [*runs[:2], run(1.0, 4)])
 
 
 def test_state_is_handed_on_and_the_callers_arrays_stay():
