@@ -13,6 +13,7 @@ from k3jax.parallel import make_mesh
 from k3jax.params import JAX_DTYPES, pack_params
 
 CONTEXT = 128
+WHOLE_HEAVY = ("kda", "kda", "kda", "mla", "kda", "kda")
 
 
 def made_config(golden, mixers, *, block=3, heads=4, inner=32):
@@ -78,6 +79,19 @@ def drive(config, weights, run, **options):
 def text_of(driver, prompt, count, *, rows=1, slot=1, drafter=None):
     """`count` greedy tokens; drafter(tokens so far) -> rows - 1 drafts."""
     return driver.greedy(slot, prompt, count, drafter=drafter, rows=rows, chunks=(32,))
+
+
+def both_texts(stock, special, widths, *, seeds=3, tokens=32):
+    """Yields (case, text of `special`, text of `stock`): greedy, every width and sort of drafts."""
+    vocabulary = stock.executor.config.vocab_size
+    for seed in range(seeds):
+        prompt = np.random.default_rng(seed).integers(0, vocabulary, 9 + 40 * seed).tolist()
+        wanted = text_of(stock, prompt, tokens)
+        for rows in widths:
+            choices = drafters(wanted, rows, vocabulary) if rows > 1 else {"none": None}
+            for name, drafter in choices.items():
+                found = text_of(special, prompt, tokens, rows=rows, slot=1 + seed, drafter=drafter)
+                yield f"prompt {seed}, {rows} rows, drafts {name}", found, wanted
 
 
 def drafters(wanted, rows, vocabulary):

@@ -7,7 +7,16 @@ import numpy as np
 import pytest
 from conversing import Conversations, FewPages, check_conversations, engine_of
 from driving import Driver
-from made import drafters, drive, made_config, made_weights, run_of, text_of
+from made import (
+    WHOLE_HEAVY,
+    both_texts,
+    drafters,
+    drive,
+    made_config,
+    made_weights,
+    run_of,
+    text_of,
+)
 
 from k3jax.cache import make_cache
 from k3jax.checkpoint.loading import load_params
@@ -17,7 +26,6 @@ from k3jax.engine import Engine
 from k3jax.parallel import make_mesh
 from k3jax.request import Request, SamplingParams
 
-WHOLE_HEAVY = ("kda", "kda", "kda", "mla", "kda", "kda")
 KINDS = ("right", "wrong", "mixed")
 
 
@@ -147,15 +155,8 @@ def compiled(golden, model, builds, **fields):
 def test_compiled_kernels_give_the_stock_text(golden, model, widths):
     stock, special = compiled(golden, model, tuple((rows, 4) for rows in widths))
     specialized_steps(special)
-    vocabulary = stock.executor.config.vocab_size
-    for seed in range(3):
-        prompt = np.random.default_rng(seed).integers(0, vocabulary, 9 + 40 * seed).tolist()
-        wanted = text_of(stock, prompt, 32)
-        for rows in widths:
-            choices = drafters(wanted, rows, vocabulary) if rows > 1 else {"none": None}
-            for name, drafter in choices.items():
-                found = text_of(special, prompt, 32, rows=rows, slot=1 + seed, drafter=drafter)
-                assert found == wanted, (seed, rows, name)
+    for case, found, wanted in both_texts(stock, special, widths):
+        assert found == wanted, case
 
 
 @pytest.mark.gpu
