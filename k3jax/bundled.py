@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-NAME = "k3-tiny"
+NAME = "k3-nano"
 
 
 def bundled_model() -> Path:
-    """Directory of k3-tiny: inside an installed package, or at the root of a source checkout.
+    """Directory of k3-nano: inside an installed package, or at the root of a source checkout.
 
     Raises FileNotFoundError if neither is there.
     """

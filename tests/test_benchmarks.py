@@ -226,7 +226,7 @@ def test_a_text_without_a_step_is_named_and_the_others_are_measured(monkeypatch,
 
 
 def test_tokens_per_second_are_those_of_whole_answers(monkeypatch, capsys):
-    """The bundled model, really: what it cannot answer has no rate."""
+    """k3-tiny, really: what it cannot answer has no rate."""
     flags = ["--tokens=4", "--prompt-tokens=4", "--repeats=1", "--dtype=float32"]
     refused = []
 

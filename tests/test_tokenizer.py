@@ -211,7 +211,7 @@ def test_a_broken_rank_file_is_refused(tmp_path, line, message):
         Tokenizer.from_directory(tmp_path)
 
 
-def test_the_bundled_checkpoint_is_the_golden_one(golden):
+def test_k3_tiny_is_the_golden_one(golden):
     for path in sorted((golden / "k3-tiny-a").iterdir()):
         if path.suffix in (".safetensors", ".json"):
             assert (CHECKPOINT / path.name).read_bytes() == path.read_bytes()

@@ -109,7 +109,7 @@ def test_last_merge():
     assert last_merge(b"bca", ranks) is None  # neither bc nor ca is a token
 
 
-def test_control_tokens_of_the_bundled_checkpoint():
+def test_control_tokens_of_k3_tiny():
     tokenizer = Tokenizer.from_directory(CHECKPOINT)
     files = tokenizer_files(CHECKPOINT)
     exported = tokenizers.Tokenizer.from_str(files["tokenizer.json"])

@@ -88,12 +88,12 @@ def save_group(directory: Path, group: str, arrays: Mapping[str, Any]) -> None:
         shutil.rmtree(leftover)
     tree = dict(arrays)
     save_args = {name: ocp.SaveArgs(chunk_byte_size=CHUNK_BYTES) for name in tree}
+    target = directory.absolute() / PARAMS / group
     with _checkpointer() as checkpointer:
-        checkpointer.save(
-            directory.absolute() / PARAMS / group,
-            args=ocp.args.PyTreeSave(tree, save_args=save_args),
-            force=True,
-        )
+        args = ocp.args.PyTreeSave(tree, save_args=save_args)
+        checkpointer.save(target, args=args, force=True)
+    for note in target.glob("commit_success.txt"):  # Orbax's; it says where on this machine
+        note.write_text("Checkpoint commit was successful", encoding="utf-8")
 
 
 class OrbaxCheckpoint:

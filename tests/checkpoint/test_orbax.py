@@ -136,6 +136,8 @@ def test_save_from_arrays(converted, tmp_path):
     mesh = parallel.make_mesh(1)
     saved = load_params(target, K3Config.from_file(target), mesh)
     assert equal(saved, load_params(converted, config, mesh))
+    here = str(tmp_path).encode()
+    assert not [file for file in target.rglob("*") if file.is_file() and here in file.read_bytes()]
 
 
 def test_save_refuses_other_arrays(converted, tmp_path):

@@ -1,12 +1,12 @@
 """What the notebooks' helpers say of a model is what the model does."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from k3jax.bundled import bundled_model
 from k3jax.explore import drafts, experts, layers_with, memory, residuals, spelled
 from k3jax.tokenizer import Tokenizer
 from pallas_kernels.mxfp4 import GROUP
@@ -165,7 +165,7 @@ def test_acceptance_by_position():
 
 
 def test_labels_show_what_cannot_be_seen():
-    tokenizer = Tokenizer.from_directory(bundled_model())
+    tokenizer = Tokenizer.from_directory(Path(__file__).parents[2] / "checkpoints" / "k3-tiny")
     ids = [*tokenizer.encode("a b\n"), tokenizer.eos_id]
     assert "".join(spelled(tokenizer, ids)) == "a␣b↵[EOS]"
     with pytest.raises(ValueError, match="no layer of this trace has 'kda_q'"):

@@ -1,5 +1,6 @@
 """The notebook object: texts and ids in, texts and ids out."""
 
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -7,7 +8,6 @@ import pytest
 
 import k3jax
 from k3jax import lm
-from k3jax.bundled import bundled_model
 from k3jax.chat import ChatOptions, ChatParser, encode, message_of, render
 from k3jax.tokenizer import Tokenizer
 
@@ -21,14 +21,14 @@ def test_ids_for_ids(models, numbers):
 
 @pytest.fixture
 def speaking(models):
-    """A golden model with the bundled one's tokenizer."""
+    """A golden model with k3-tiny's tokenizer."""
     model = models["k3-tiny-a"]
     speaking = lm.LanguageModel(
         model.params,
         model.config,
         model.decode_config,
         model.mesh,
-        tokenizer=Tokenizer.from_directory(bundled_model()),
+        tokenizer=Tokenizer.from_directory(Path(__file__).parents[2] / "checkpoints" / "k3-tiny"),
     )
     speaking.engine = model.engine  # compiled already
     return speaking

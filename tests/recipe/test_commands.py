@@ -1,6 +1,7 @@
 """The commands that judge a run: they write what they know at once, and refuse before the work."""
 
 import json
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -9,9 +10,8 @@ import pytest
 from checkpoints.recipe import curves, evaluate, ranks
 from checkpoints.recipe.arrays import Split
 from checkpoints.recipe.saved import Log, read_log
-from k3jax.bundled import bundled_model
 
-TINY = bundled_model()
+TINY = Path(__file__).parents[2] / "checkpoints" / "k3-tiny"
 
 
 @pytest.fixture

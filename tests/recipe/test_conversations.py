@@ -5,6 +5,7 @@ import json
 import operator
 import re
 from datetime import date, timedelta
+from pathlib import Path
 
 import pytest
 
@@ -13,11 +14,10 @@ from checkpoints.recipe.draw import Draw, is_held
 from checkpoints.recipe.script import Expected
 from checkpoints.recipe.topics import facts
 from checkpoints.recipe.topics.words import CITIES, NAMES, NOUNS
-from k3jax.bundled import bundled_model
 from k3jax.chat import ChatParser, encode, message_of
 from k3jax.tokenizer import Tokenizer
 
-TOKENIZER = Tokenizer.from_directory(bundled_model())
+TOKENIZER = Tokenizer.from_directory(Path(__file__).parents[2] / "checkpoints" / "k3-tiny")
 COUNT = 1000
 SIDES = {held: list(make(3, COUNT, held=held)) for held in (False, True)}
 EVERY = [made for side in SIDES.values() for made in side]

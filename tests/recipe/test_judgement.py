@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -15,12 +16,11 @@ from checkpoints.recipe.judge_speed import Prompts, agreement, measure
 from checkpoints.recipe.judge_text import Loss, bits_per_byte, head, held_loss, windows
 from checkpoints.recipe.model import SHAPES, model_config
 from checkpoints.recipe.table import table
-from k3jax.bundled import bundled_model
 from k3jax.chat import encode
 from k3jax.request import Delta
 from k3jax.tokenizer import Tokenizer
 
-TOKENIZER = Tokenizer.from_directory(bundled_model())
+TOKENIZER = Tokenizer.from_directory(Path(__file__).parents[2] / "checkpoints" / "k3-tiny")
 VOCABULARY = 8
 LENGTHS = [1, 5, 16, 17, 40]
 SPLIT = Split.of([([n % VOCABULARY for n in range(size)], [True] * size, size) for size in LENGTHS])

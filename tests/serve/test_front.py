@@ -349,10 +349,10 @@ def test_no_collection_walks_what_is_loaded():
 
 
 def test_flags():
-    assert front_settings([]).model == bundled_model() == CHECKPOINT
+    assert front_settings([]).model == bundled_model() == CHECKPOINT.parent / "k3-nano"
     flags = "--port=0 --tp=2 --cache-memory=1.5GiB --builds=1x1,4x8 --dtype=float32"
     settings = front_settings(flags.split())
-    assert settings.served_name == "k3-tiny"
+    assert settings.served_name == "k3-nano"
     assert settings.worker.tp == 2
     assert settings.worker.cache_memory == 3 * 2**29
     assert settings.worker.prefix_cache is None
