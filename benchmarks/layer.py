@@ -3,49 +3,57 @@
 Four layers of real size with random weights run one after another, so that no weight comes out of
 the cache. There is one rank, so the reductions between ranks are not in these times; with --tp N
 there are also N of the 8 ranks, on a GPU each, with their reductions. Prints, per kind and width,
-the byte ceiling, the time of a layer made of kernels, its percentage and launches, and the stock
-path's time, or what N ranks take more than one; then the prompt tokens a second of such a slice.
-Ends with one JSON line. Needs GPUs with 40 GB.
+the experts that the rows chose, the bytes that these and all else weigh, their ceiling, the time of
+a layer made of kernels, its percentage and launches, and the stock path's time, or what N ranks
+take more than one; then the prompt tokens a second of such a slice. Ends with one JSON line. Needs
+GPUs with 40 GB.
 """
 
 from __future__ import annotations
 
 import argparse
-import functools
 import itertools
 import json
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding
+import numpy as np
+from jax.sharding import Mesh
 
 from benchmarks import timing
+from benchmarks.layer_inputs import (
+    layer_specs,
+    make_caches,
+    make_params,
+    make_plan,
+    make_residual,
+)
 from benchmarks.progress import Progress, add_limit
-from k3jax.cache import CacheSizes, LayerCache, cache_specs, empty_layers
+from k3jax.cache import LayerCache, cache_specs
 from k3jax.config import K3Config
 from k3jax.decode.layers import layer_kernels
 from k3jax.doctor import COMMAND_BUFFERS, gather, xla_flag
+from k3jax.model.decoder import layer_body
 from k3jax.model.inputs import Residual, StepPlan
 from k3jax.parallel import REPLICATED, make_mesh, shardings, spmd
-from k3jax.params import packed_shapes, packed_specs
+from k3jax.params import packed_shapes
 from pallas_kernels import Impl
 
 CONFIG = Path(__file__).parent.parent / "tests" / "data" / "k3-config.json"
-RANKS, LAYERS, PAGE, CONTEXT = 8, 4, 64, 8192
+RANKS, LAYERS, CONTEXT = 8, 4, 8192
 WIDTHS = {1: (1, 1), 8: (1, 8), 16: (2, 8)}  # rows: (requests, rows of each)
-ACCEPTED = 4
-BLOCKS = 8  # of attention residuals, as in the last layers
 KINDS = {"whole": ("kda",) * LAYERS, "ffn": ("mla",) * LAYERS}
 SLICE = ("kda", "kda", "kda", "mla")
 CHUNK = 8192
-REDUCTION = re.compile("nccl|all.?reduce", re.IGNORECASE)  # in the names of kernels
+# In the names of kernels; XLA's own reductions are named after the psum.
+REDUCTION = re.compile("nccl|all.?reduce|psum", re.IGNORECASE)
 
 
 def rank_config(mixers: tuple[Any, ...], ranks: int = 1) -> K3Config:
@@ -67,120 +75,50 @@ def rank_config(mixers: tuple[Any, ...], ranks: int = 1) -> K3Config:
     )
 
 
-def noise(shape: tuple[int, ...], dtype: Any, wide: bool, seed: jax.Array) -> jax.Array:
-    """Words of a hash; as floats, uniform around zero and of a matrix' usual size if `wide`."""
-    number = jnp.zeros(shape, jnp.uint32)  # of each element; a device counts only its own
-    for axis, size in enumerate(shape):
-        number = number * jnp.uint32(size) + jax.lax.broadcasted_iota(jnp.uint32, shape, axis)
-    words = (number + seed * jnp.uint32(0x9E3779B9)) * jnp.uint32(0x85EBCA6B)
-    words = (words ^ (words >> 15)) * jnp.uint32(0xC2B2AE35)
-    words = words ^ (words >> 16)
-    if dtype == jnp.uint32:
-        return words
-    if dtype == jnp.uint8:
-        return (jnp.uint32(119) + words % 2).astype(jnp.uint8)
-    uniform = (words >> 8).astype(jnp.float32) * 2.0**-23 - 1.0
-    return (uniform * (1.7 * shape[-1] ** -0.5 if wide else 1.0)).astype(dtype)
-
-
-@functools.lru_cache
-def noise_over(sharding: NamedSharding) -> Any:
-    """`noise` made where it lives."""
-    return jax.jit(noise, static_argnums=(0, 1, 2), out_shardings=sharding)
-
-
-def layer_specs(config: K3Config) -> list[Any]:
-    """The tree of PartitionSpec of each layer's packed weights."""
-    specs = packed_specs(config)["layers"]
-    return [specs[index] for index in range(config.num_layers)]
-
-
-def make_params(config: K3Config, mesh: Mesh, seed: int) -> list[Any]:
-    """Packed weights of each layer, made on the devices; the shapes compile abreast."""
-    shapes = packed_shapes(config, mesh.size)["layers"]
-    leaves, tree = jax.tree.flatten([shapes[index] for index in range(config.num_layers)])
-    split = jax.tree.leaves(shardings(mesh, layer_specs(config)))
-
-    def make(number: int) -> jax.Array:
-        shape, build = leaves[number], noise_over(split[number])
-        return build(shape.shape, shape.dtype, len(shape.shape) > 1, jnp.uint32(seed + number))
-
-    with ThreadPoolExecutor(16) as pool:
-        return jax.tree.unflatten(tree, list(pool.map(make, range(len(leaves)))))
-
-
-def make_caches(config: K3Config, requests: int, rows: int, context: int) -> list[LayerCache]:
-    """Caches of each layer for these requests; states are not zero."""
-    pages = -(-context // PAGE)
-    sizes = CacheSizes(requests + 1, 1 + requests * pages, PAGE, pages, rows)
-    empty = empty_layers(config, sizes, "bfloat16")
-
-    def fill(leaf: jax.Array) -> jax.Array:
-        return noise(leaf.shape, leaf.dtype, True, jnp.uint32(leaf.ndim))
-
-    return [jax.tree.map(fill, layer) for layer in empty]
-
-
-def make_plan(kind: Any, requests: int, rows: int, starts: int, context: int) -> StepPlan:
-    """Requests in slots 1, 2, ... whose rows follow `starts` tokens."""
-    number = jnp.arange(requests, dtype=jnp.int32)
-    each = jnp.ones(requests, jnp.int32)
-    positions = starts + jnp.tile(jnp.arange(rows, dtype=jnp.int32), (requests, 1))
-    pages = -(-context // PAGE)
-    table = 1 + number[:, None] * pages + jnp.arange(pages, dtype=jnp.int32)[None, :]
-    return StepPlan(
-        kind=kind,
-        slots=number + 1,
-        tokens=jnp.zeros((requests, rows), jnp.int32),
-        positions=positions,
-        valid=jnp.ones((requests, rows), bool),
-        accepted=each * (min(rows, ACCEPTED) if kind == "decode" else 0),
-        fresh=(each * starts) == 0,
-        starts=each * starts,
-        rows=each * rows,
-        page_table=table,
-        write_pages=jnp.take_along_axis(table, positions // PAGE, axis=1).reshape(-1),
-        write_offsets=(positions % PAGE).reshape(-1),
-    )
-
-
-def make_residual(config: K3Config, rows: int) -> Residual:
-    """A residual stream deep in the model."""
-    shape = (rows, config.hidden_size)
-    blocks = noise((BLOCKS, *shape), jnp.bfloat16, False, jnp.uint32(7))
-    part = noise(shape, jnp.bfloat16, False, jnp.uint32(8))
-    delta = noise(shape, jnp.float32, False, jnp.uint32(9))
-    return Residual(blocks, jnp.int32(BLOCKS), part, delta)
-
-
 def run_layers(config: K3Config, impl: Impl, mesh: Mesh) -> Any:
-    """(caches, params, residual, plan) -> (caches, result) through all layers of the config."""
+    """(caches, params, residual, plan) -> (caches, result) through all layers of the config.
+
+    The last result is the experts that each layer chose, i32[layers, W, J].
+    """
     kernels = layer_kernels(config, mesh.size, impl)
 
     def run(
         caches: list[LayerCache], params: list[Any], residual: Residual, plan: StepPlan
-    ) -> tuple[list[LayerCache], tuple[Residual, jax.Array, jax.Array]]:
+    ) -> tuple[list[LayerCache], tuple[Residual, jax.Array, jax.Array, jax.Array]]:
         flags, health, done = jnp.zeros(plan.slots.shape, bool), jnp.uint32(0), []
+        chosen = []
         for index, cache in enumerate(caches):
-            kernel = replace(kernels.by_layer[index], starts_block=False)
-            residual, cache, *words = kernel(params[index], residual, cache, plan)
+            # What else is traced has no reader, so XLA leaves it out.
+            residual, cache, *words, taps = layer_body(
+                params[index],
+                residual,
+                cache,
+                plan,
+                graph=kernels.by_layer[index].graph,
+                starts_block=False,
+                tracing=True,
+                ranks=mesh.size,
+            )
             done.append(cache)
+            chosen.append(taps["router_experts"])
             flags, health = flags | words[0], health | words[1]
-        return done, (residual, flags, health)
+        return done, (residual, flags, health, jnp.stack(chosen))
 
     caches = list(cache_specs(config).layers)
     inputs = (caches, layer_specs(config), REPLICATED, REPLICATED)
     return spmd(run, mesh, inputs, (caches, REPLICATED))
 
 
-def layer_bytes(config: K3Config, requests: int, rows: int, context: int) -> int:
-    """The fewest bytes that one layer must move on one rank, by mean over the rank's layers."""
-    moe, kda, width = config.moe, config.kda, requests * rows
-    distinct = moe.num_experts * (1 - (1 - moe.top_k / moe.num_experts) ** width)
-    total = 0.0
+def layer_bytes(config: K3Config, requests: int, context: int, experts: Sequence[int]) -> int:
+    """The fewest bytes that one layer must move on one rank, by mean over the rank's layers.
+
+    `experts` is how many distinct ones the rows of each layer chose.
+    """
+    kda, total = config.kda, 0.0
     for index, layer in packed_shapes(config, 1)["layers"].items():
-        experts = {name: layer["ffn"].pop(name) for name in ("w13", "w13_scale", "w2", "w2_scale")}
-        total += timing.tree_bytes(layer) + timing.tree_bytes(experts) * distinct / moe.num_experts
+        bank = {name: layer["ffn"].pop(name) for name in ("w13", "w13_scale", "w2", "w2_scale")}
+        total += timing.tree_bytes(layer)
+        total += timing.tree_bytes(bank) * experts[index] / config.moe.num_experts
         if config.mixers[index] == "kda":  # the state read and written
             total += requests * 2 * kda.num_heads * kda.head_dim**2 * 4
         else:
@@ -224,13 +162,21 @@ class Case:
         return timing.compile_over(run_layers(self.config, self.impl, mesh), sets, carry=True)
 
 
-def measure(cases: list[Case], progress: Progress) -> Iterator[tuple[Case, timing.Timing]]:
+class Measured(NamedTuple):
+    """A case, what it took, and how many distinct experts each layer's rows chose."""
+
+    case: Case
+    time: timing.Timing
+    experts: list[int]
+
+
+def measure(cases: list[Case], progress: Progress) -> Iterator[Measured]:
     """Time the cases of one kind of layers, all of one number of ranks before the next."""
     for _, group in itertools.groupby(cases, key=lambda case: case.ranks):
         yield from measure_stack(list(group), progress)
 
 
-def measure_stack(cases: list[Case], progress: Progress) -> Iterator[tuple[Case, timing.Timing]]:
+def measure_stack(cases: list[Case], progress: Progress) -> Iterator[Measured]:
     """Compile cases of one stack abreast, then time one after another; what fails is said."""
     params = make_params(cases[0].config, make_mesh(cases[0].ranks), 1000)
 
@@ -242,12 +188,15 @@ def measure_stack(cases: list[Case], progress: Progress) -> Iterator[tuple[Case,
     with ThreadPoolExecutor(8) as pool:
         built = list(zip(cases, pool.map(build, cases), strict=True))
     for case, program in built:
-        time = None
+        measured = None
         if program is not None:
             with progress.case(case.title):
                 time = timing.device_times([program])[0]
-        if time is not None:
-            yield case, time
+                *_, chosen = program.run()[0]
+                experts = [len(np.unique(layer)) for layer in np.asarray(chosen)]
+                measured = Measured(case, time, experts)
+        if measured is not None:
+            yield measured
 
 
 def decode_cases(kind: str, impls: list[Impl], widths: list[int], tp: int) -> list[Case]:
@@ -269,15 +218,18 @@ def decode_cases(kind: str, impls: list[Impl], widths: list[int], tp: int) -> li
     ]
 
 
-def decode_record(case: Case, time: timing.Timing, bandwidth: float) -> dict[str, Any]:
+def decode_record(measured: Measured, bandwidth: float) -> dict[str, Any]:
     """What a case took, for the line of JSON."""
+    case, time, experts = measured
     one = rank_config(case.config.mixers)
-    size = layer_bytes(one, case.requests, case.rows, case.starts + case.rows)
+    size = layer_bytes(one, case.requests, case.starts + case.rows, experts)
     each = time.seconds / LAYERS
     reductions = sum(part for name, part in time.parts.items() if REDUCTION.search(name))
     return {
         "name": case.name,
         "tp": case.ranks,
+        "experts": experts,
+        "mean_experts": sum(experts) / LAYERS,
         "megabytes": size / 1e6,
         "ceiling_us": size / bandwidth * 1e6,
         "us": each * 1e6,
@@ -295,8 +247,9 @@ def report_decode(
 ) -> Iterator[dict]:
     """A line for each width; with `parts`, what each kernel takes of it."""
     beside: dict[tuple[str, str], float] = {}  # of one rank, by name and implementation
-    for case, time in measure(cases, progress):
-        record = decode_record(case, time, bandwidth)
+    for measured in measure(cases, progress):
+        case, time = measured.case, measured.time
+        record = decode_record(measured, bandwidth)
         if case.ranks == 1:
             beside[case.name, case.impl] = record["us"]
         if case.impl == "reference":
@@ -304,8 +257,9 @@ def report_decode(
         record["stock_us"] = beside.get((case.name, "reference"))
         record["tp1_us"] = beside.get((case.name, case.impl))
         print(
-            "{name:22} TP {tp} {megabytes:7.1f} MB  ceiling {ceiling_us:6.1f} us  layer {us:6.1f} "
-            "us {percent:5.1f}%  {launches:.1f} launches of {kernels_us:.1f} us  ".format(**record)
+            "{name:22} TP {tp}  {mean_experts:5.1f} experts {megabytes:6.1f} MB  "
+            "ceiling {ceiling_us:6.1f} us  layer {us:6.1f} us {percent:5.1f}%  "
+            "{launches:.1f} launches of {kernels_us:.1f} us  ".format(**record)
             + (beside_stock(record) if case.ranks == 1 else beside_one(record)),
             flush=True,
         )
@@ -337,7 +291,7 @@ def report_prefill(contexts: list[int], impl: Impl, tp: int, progress: Progress)
         for ranks in sorted({1, tp})
         for end in contexts
     ]
-    for case, time in measure(cases, progress):
+    for case, time, _ in measure(cases, progress):
         rate = CHUNK / time.seconds
         took = f"{time.seconds * 1e3:.2f} ms  {rate:.0f} tokens/s of {LAYERS} layers"
         print(f"{case.name:38} TP {case.ranks}  {took}", flush=True)

@@ -63,10 +63,11 @@ class Program:
     others: list
     count: int  # applications
 
-    def run(self) -> None:
-        """Run all applications once and wait for them."""
+    def run(self) -> list:
+        """Run all applications once, wait for them, and return what each gave beside its state."""
         self.states, results = self.compiled(self.states, self.others)
         jax.block_until_ready((self.states, results))
+        return results
 
 
 def require_gpu() -> None:
