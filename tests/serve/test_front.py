@@ -35,7 +35,7 @@ class Process:
 
     def __init__(self, *flags):
         self.process = subprocess.Popen(
-            [*FRONT, "--port", "0", *flags],
+            [*FRONT, "--model", str(CHECKPOINT), "--port", "0", *flags],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -405,7 +405,7 @@ def test_a_broken_model_is_explained_in_a_line(capsys, tmp_path, name, content, 
 
 def test_a_context_beyond_the_models(capsys):
     assert main(["--port=0", "--max-context=9999999"]) == 2
-    assert "--max-context 9999999 exceeds the model's 1048576" in capsys.readouterr().err
+    assert "--max-context 9999999 exceeds the model's 8192" in capsys.readouterr().err
 
 
 def test_a_model_that_is_not_there(capsys, tmp_path):
