@@ -13,7 +13,7 @@ from real_engine import free_port
 
 from benchmarks import soak
 
-FLAGS = "--minutes 1 --pauses 4 --clients 8 --growth 32"
+FLAGS = "--minutes 1 --pauses 4 --clients 10 --growth 8"
 SERVER = "--max-requests 8 --builds 1x8 --max-context 1024 --log none --compile-cache"
 
 
@@ -53,6 +53,28 @@ def test_what_is_not_given_back_is_named(last, said):
     assert soak.complaints([sample(), sample(), sample(**last)], growth=2.0) == said
 
 
+IDLE, BUSY = sample(), sample(slots_in_use=1.0)
+GROWN = sample(memory_bytes_engine=3 * 2.0**20)
+
+
+@pytest.mark.parametrize(
+    "looks", [[IDLE, IDLE], [BUSY, IDLE, BUSY, IDLE, IDLE], [GROWN, GROWN, IDLE, IDLE]]
+)
+def test_a_pause_ends_once_a_server_holds_nothing_more(monkeypatch, looks):
+    monkeypatch.setattr(soak, "LOOK_SECONDS", 0.0)
+    left = iter(looks)
+    monkeypatch.setattr(soak, "sample", lambda url: next(left))
+    assert asyncio.run(soak.settle("http://x:1", [sample()] * 2, 2.0)) == IDLE
+    assert next(left, None) is None
+
+
+def test_a_pause_ends_all_the_same(monkeypatch):
+    monkeypatch.setattr(soak, "LOOK_SECONDS", 0.0)
+    monkeypatch.setattr(soak, "SETTLE_SECONDS", 0.1)
+    monkeypatch.setattr(soak, "sample", lambda url: GROWN)
+    assert asyncio.run(soak.settle("http://x:1", [sample()] * 2, 2.0)) == GROWN
+
+
 def test_a_wrong_answer_is_named_and_the_others_go_on(monkeypatch, capsys):
     async def fails(counts, until):
         raise RuntimeError("200 was expected, but came 500")
@@ -60,13 +82,13 @@ def test_a_wrong_answer_is_named_and_the_others_go_on(monkeypatch, capsys):
     async def answers(counts, until):
         counts["chat"] += 1
 
-    async def settle(url, first):
+    async def settle(url, samples, growth):
         return sample()
 
     runs = (fails, answers)
     monkeypatch.setattr(soak, "Client", lambda url, seed: SimpleNamespace(run=runs[seed]))
     monkeypatch.setattr(soak, "settle", settle)
-    options = SimpleNamespace(minutes=0.0, pauses=2, clients=2)
+    options = SimpleNamespace(minutes=0.0, pauses=2, clients=2, growth=8.0)
     wrong = []
     samples, counts = asyncio.run(soak.soak("http://x:1", options, wrong))
     assert (len(samples), counts["chat"]) == (2, 2)
@@ -75,11 +97,11 @@ def test_a_wrong_answer_is_named_and_the_others_go_on(monkeypatch, capsys):
 
 
 def test_without_metrics_it_ends(monkeypatch):
-    async def settle(url, first):
+    async def settle(url, samples, growth):
         raise ConnectionRefusedError("no server")
 
     monkeypatch.setattr(soak, "settle", settle)
-    options = SimpleNamespace(minutes=0.0, pauses=9, clients=0)
+    options = SimpleNamespace(minutes=0.0, pauses=9, clients=0, growth=8.0)
     wrong = []
     samples, _ = asyncio.run(soak.soak("http://x:1", options, wrong))
     assert samples == []
