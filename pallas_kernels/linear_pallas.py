@@ -109,9 +109,8 @@ def _kernel(
     add_ref = given.pop(0) if has_add else None
     rows, depth = x_ref.shape
     columns = out_ref.shape[1]
-    # Rows and features beyond the end repeat the last one; what they give is not stored.
+    # Features beyond the end repeat the last one; what they give is not stored.
     row = jnp.arange(max(narrow, pl.next_power_of_2(rows)), dtype=jnp.int32)
-    row_at = jnp.minimum(row, rows - 1)
     width = tiles.features // (1 if activation is None else 2)
     column = pl.program_id(0) * width + jnp.arange(width, dtype=jnp.int32)
     feature_at = jnp.minimum(column, columns - 1)
@@ -123,7 +122,7 @@ def _kernel(
     out, squares = accumulate(
         x_ref,
         weight_ref,
-        row_at,
+        row,
         feature_at,
         steps=depth // tiles.depth,
         depth=tiles.depth,
@@ -141,7 +140,7 @@ def _kernel(
         return tuple(jnp.broadcast_to(axis, out.shape) for axis in (row[None, :], column[:, None]))
 
     if add_ref is not None:
-        at = add_ref.at[spread(row_at, jnp.minimum(column, columns - 1))]
+        at = add_ref.at[spread(jnp.minimum(row, rows - 1), jnp.minimum(column, columns - 1))]
         out += launch.load(at).astype(jnp.float32)
     # Not the clamped indices: a masked row must not stand for the last one.
     launch.store(out_ref.at[spread(row, column)], out.astype(out_ref.dtype), mask=mask)

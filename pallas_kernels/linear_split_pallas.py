@@ -98,11 +98,11 @@ def _parts_kernel(
     feature = pl.program_id(0) * tiles.features + jnp.arange(tiles.features, dtype=jnp.int32)
     part = pl.program_id(1)
     steps = depth // tiles.depth // tiles.split
-    # Rows and features beyond the end repeat the last one; what they give is not stored.
+    # Features beyond the end repeat the last one; what they give is not stored.
     out, _ = accumulate(
         x_ref,
         weight_ref,
-        jnp.minimum(row, rows - 1),
+        row,
         jnp.minimum(feature, features - 1),
         steps=steps,
         depth=tiles.depth,

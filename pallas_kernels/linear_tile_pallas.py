@@ -56,7 +56,7 @@ def linear_tiles(
 def accumulate(
     x_ref,  # [W, K]
     weight_ref,  # [N, K]
-    row_at,  # i32[R]
+    row,  # i32[R], of which those beyond W are zeros
     feature_at,  # i32[F]
     *,
     steps,
@@ -73,19 +73,24 @@ def accumulate(
     squares_ref each step's products are divided by that of their run of columns.
     """
     exact = jnp.float32 in (x_ref.dtype, weight_ref.dtype)
+    rows = x_ref.shape[0]
+    if squares_ref is not None:
+        runs = squares_ref.shape[1]
+        run, roots = inverse_roots(squares_ref, jnp.minimum(row, rows - 1), x_ref.shape[1], eps)
 
-    def inverse_root(index):
-        groups, pieces = squares_ref.shape[1:]
-        width = x_ref.shape[1] // groups
-        group = (first + index) * depth // width
-        squares = [launch.load(squares_ref.at[row_at, group, piece]) for piece in range(pieces)]
-        return lax.rsqrt(functools.reduce(jnp.add, squares) * (1.0 / width) + eps)
+    def load_rows(at):
+        place = x_ref.at[launch.mesh(row, at)]
+        if row.size == rows:
+            return launch.load(place)
+        # Not a row that is there once more: at 1 row all programs would ask for one line 8 times.
+        mask = jnp.broadcast_to((row < rows)[:, None], (row.size, depth))
+        return launch.load(place, mask=mask, other=0.0)
 
     def step(index, carry):
         out, squares = carry
         at = (first + index) * depth + jnp.arange(depth, dtype=jnp.int32)
         weight = launch.load(weight_ref.at[launch.mesh(feature_at, at)])
-        x = launch.load(x_ref.at[launch.mesh(row_at, at)])
+        x = load_rows(at)
         if norm_ref is not None:
             wide = x.astype(jnp.float32)
             squares += jnp.sum(wide * wide, axis=1)
@@ -101,11 +106,21 @@ def accumulate(
             preferred_element_type=jnp.float32,
         )
         if squares_ref is not None:
-            product *= inverse_root(index)[None, :]
+            here = run == (first + index) * depth // (x_ref.shape[1] // runs)
+            product *= jnp.sum(jnp.where(here[None], roots, 0.0), axis=1)[None]
         return out + product, squares
 
-    zeros = jnp.zeros((feature_at.size, row_at.size), jnp.float32)
-    return lax.fori_loop(0, steps, step, (zeros, jnp.zeros(row_at.size, jnp.float32)))
+    zeros = jnp.zeros((feature_at.size, row.size), jnp.float32)
+    return lax.fori_loop(0, steps, step, (zeros, jnp.zeros(row.size, jnp.float32)))
+
+
+def inverse_roots(squares_ref, row_at, depth, eps):
+    """One over the root mean squares of the runs of `depth` columns: (i32[G'] runs, f32[R, G'])."""
+    count, pieces = squares_ref.shape[1:]
+    run = jnp.arange(pl.next_power_of_2(count), dtype=jnp.int32)
+    index = (row_at, jnp.minimum(run, count - 1))
+    parts = [launch.load(squares_ref.at[launch.mesh(*index, piece)]) for piece in range(pieces)]
+    return run, lax.rsqrt(functools.reduce(jnp.add, parts) * (count / depth) + eps)
 
 
 def gate_and_up(out):

@@ -118,7 +118,7 @@ def feature_tile(x_ref, weight_ref, out_refs, index, *, tiles, narrow, activatio
     """One tile of a weight's features for all rows, stored where each feature belongs."""
     rows, depth = x_ref.shape
     columns = sum(out_ref.shape[1] for out_ref in out_refs)
-    # Rows and features beyond the end repeat the last one; what they give is not stored.
+    # Features beyond the end repeat the last one; what they give is not stored.
     row = jnp.arange(max(narrow, pl.next_power_of_2(rows)), dtype=jnp.int32)
     width = tiles.features // (1 if activation is None else 2)
     column = index * width + jnp.arange(width, dtype=jnp.int32)
@@ -127,8 +127,8 @@ def feature_tile(x_ref, weight_ref, out_refs, index, *, tiles, narrow, activatio
         place = jnp.arange(tiles.features, dtype=jnp.int32)
         feature = jnp.minimum(index * width + place % width, columns - 1)
         feature += place // width * columns
-    row_at, steps = jnp.minimum(row, rows - 1), depth // tiles.depth
-    out, _ = accumulate(x_ref, weight_ref, row_at, feature, steps=steps, depth=tiles.depth)
+    steps = depth // tiles.depth
+    out, _ = accumulate(x_ref, weight_ref, row, feature, steps=steps, depth=tiles.depth)
     if activation is not None:
         out = gated(activation, *gate_and_up(out))
     first = 0

@@ -28,7 +28,23 @@ def _axis(size: int, least: int = 1):
     Loads take the clamped ones, stores the others: a masked one must not stand for the last.
     """
     index = jnp.arange(max(least, pl.next_power_of_2(size)), dtype=jnp.int32)
-    return index, jnp.minimum(index, size - 1)
+    return index, _clamped(index, size)
+
+
+def _clamped(index, size: int, tile: int | None = None):
+    """`index` within an axis that tiles (default: its own length) may not fill.
+
+    Where they do it stays as it is: a minimum hides from Triton that neighbors are neighbors, and
+    it would load one number at a time.
+    """
+    return jnp.minimum(index, size - 1) if size % (tile or index.size) else index
+
+
+def _zeros_beyond(block, inner, size: int):
+    """`block` with zeros in the columns that are none."""
+    if inner.size == size:
+        return block
+    return jnp.where((inner < size)[None, :], block, jnp.zeros_like(block))
 
 
 def _product(left, right, contract):
@@ -87,9 +103,9 @@ def _absorb_kernel(
     def _():
         inner, inner_at = _axis(nope)
         query = launch.load(query_ref.at[launch.mesh(row_at, head * width + inner_at)])
-        query = jnp.where((inner < nope)[None, :], query, jnp.zeros_like(query))
+        query = _zeros_beyond(query, inner, nope)
         column = index * tile + jnp.arange(tile, dtype=jnp.int32)
-        at = launch.mesh(head, inner_at, jnp.minimum(column, latent - 1))
+        at = launch.mesh(head, inner_at, _clamped(column, latent))
         out = _product(query, launch.load(w_uk_ref.at[at]), ((1,), (0,)))
         mask = (row < rows)[:, None] & (column < latent)[None, :]
         _store(out_ref, (row, head, column), out, mask)
@@ -135,9 +151,9 @@ def _values_kernel(
     row, row_at = _axis(rows, LEAST_ROWS)
     inner, inner_at = _axis(latent)
     mixed = launch.load(mixed_ref.at[launch.mesh(row_at, head, inner_at)])
-    mixed = jnp.where((inner < latent)[None, :], mixed, jnp.zeros_like(mixed))
+    mixed = _zeros_beyond(mixed, inner, latent)
     value = index * tile + jnp.arange(tile, dtype=jnp.int32)
-    value_at = jnp.minimum(value, value_dim - 1)
+    value_at = _clamped(value, value_dim)
     weights = launch.load(w_uv_ref.at[launch.mesh(head, value_at, inner_at)])
     out = _product(mixed, weights, ((1,), (1,)))
     if gated:

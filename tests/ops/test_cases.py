@@ -57,7 +57,7 @@ def test_a_rank_of_eight_has_the_shapes_of_kimi_k3():
         return jax.eval_shape(partial(inputs, case, jnp.bfloat16))
 
     assert shapes("linear", "k3-tp8-kda_in_proj-w16")["weight"].shape == (6284, 7168)
-    assert shapes("linear", "k3-tp8-latent_up_shard-w16")["weight"].shape == (896, 3584)
+    assert shapes("linear", "k3-tp8-latent_up-w16")["weight"].shape == (7168, 3584)
     assert shapes("linear", "k3-tp8-shared_down-w1")["weight"].shape == (7168, 768)
     bank = shapes("moe_mxfp4", "k3-tp8-w16")["bank"]
     assert bank.w13.shape == (896, 768, 448)
