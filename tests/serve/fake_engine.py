@@ -1,6 +1,7 @@
 """An engine of a few lines: it says what the prompt tells it to.
 
-A prompt that holds `script({...})` is answered with the script's ids; others with "ok".
+A prompt that holds `script({...})` is answered with the script's ids; others with "ok". A script
+with `gate` waits until the gate is open.
 """
 
 import asyncio
@@ -115,6 +116,7 @@ class FakeLink:
         self.requests = {}
         self.aborted = []
         self.traces = []
+        self.gate = asyncio.Event()
         self._tasks = {}
 
     def start(self, client):
@@ -137,6 +139,8 @@ class FakeLink:
 
     async def _answer(self, request):
         told, deltas = answer(request)
+        if "gate" in told:
+            await self.gate.wait()
         for delta in deltas:
             await asyncio.sleep(told.get("delay", 0))
             self.client.handle(Deltas([delta], stats(1)))
