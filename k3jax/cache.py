@@ -62,7 +62,7 @@ class Slots:
     token: jax.Array  # i32[S] the next row: sampled, not yet in the caches
     pages: jax.Array  # i32[S, max_pages] page table
     prompt_length: jax.Array  # i32[S]
-    history: jax.Array  # i32[S, tokens] by position, `token` included; without drafter no column
+    history: jax.Array  # i32[S, tokens] by position, `token` included; of use to a drafter alone
     drafts: jax.Array  # i32[S, N] what a drafter thinks comes after `token`; -1: nothing
     sampling: SamplingState
 
@@ -161,8 +161,9 @@ def _slots(config: K3Config, sizes: CacheSizes) -> Slots:
         token=number,
         pages=jnp.zeros((sizes.slots, sizes.max_pages), jnp.int32),
         prompt_length=number,
-        history=jnp.zeros((sizes.slots, sizes.history), jnp.int32),
-        drafts=jnp.full((sizes.slots, sizes.pending - 1), -1, jnp.int32),
+        # A column at least, whether or not there is a drafter: see `parallel.spmd`.
+        history=jnp.zeros((sizes.slots, max(1, sizes.history)), jnp.int32),
+        drafts=jnp.full((sizes.slots, max(1, sizes.pending - 1)), -1, jnp.int32),
         sampling=make_sampling_state(sizes.slots, config.vocab_size),
     )
 

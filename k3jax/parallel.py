@@ -61,10 +61,23 @@ def shardings(mesh: Mesh, specs: Any) -> Any:
 
 
 def spmd(function: Callable, mesh: Mesh, in_specs: Any, out_specs: Any) -> Callable:
-    """`function`, written for one rank's parts, as a function of whole arrays."""
-    return jax.shard_map(
-        function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
-    )
+    """`function`, written for one rank's parts, as a function of whole arrays.
+
+    ValueError when it is traced with an array that has no elements. XLA puts constants in the place
+    of such operands before it reads the map back in, where it counts on operands that all come from
+    one instruction: JAX 0.11.2 dies of a segmentation fault there on any mesh of two devices.
+    """
+
+    def run(*parts: Any) -> Any:
+        leaves = jax.tree_util.tree_leaves_with_path(parts)
+        empty = [
+            f"{jax.tree_util.keystr(path)} {leaf.shape}" for path, leaf in leaves if not leaf.size
+        ]
+        if empty:
+            raise ValueError(f"arrays without elements cannot enter a mesh: {', '.join(empty)}")
+        return function(*parts)
+
+    return jax.shard_map(run, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
 
 
 _alone = ContextVar("alone", default=False)

@@ -216,6 +216,4 @@ def resume_slot(slots: Slots, order: Resume) -> Slots:
         pages=slots.pages.at[slot].set(order.pages),
         sampling=observe(slots.sampling, slot[None], tokens, valid, generated),
     )
-    if not slots.history.shape[1]:
-        return slots
     return record(slots, slot[None], tokens, jnp.where(valid, place, -1))

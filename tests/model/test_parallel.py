@@ -83,3 +83,10 @@ def test_a_mesh_needs_its_devices():
     assert make_mesh(2).axis_names == (AXIS,)
     with pytest.raises(ValueError, match="needs that many devices, have 8"):
         make_mesh(9)
+
+
+def test_an_array_without_elements_is_kept_out_of_a_mesh():
+    """XLA may die of one without a word, and not on every platform and in every release."""
+    function = spmd(lambda tree: tree, make_mesh(2), (REPLICATED,), REPLICATED)
+    with pytest.raises(ValueError, match=r"\['none'\] \(7, 0\)"):
+        jax.eval_shape(function, {"none": np.zeros((7, 0)), "one": np.zeros((7, 1))})
