@@ -15,7 +15,7 @@ from jax.experimental import pallas as pl
 from pallas_kernels import launch
 from pallas_kernels.linear_pallas import PORTABLE_STAGES
 from pallas_kernels.linears_pallas import LinearsTiles, feature_tile
-from pallas_kernels.route_pallas import no_choice, top_k_row
+from pallas_kernels.route_pallas import top_k_row
 
 NAME = "choose_beside"
 
@@ -92,14 +92,7 @@ def _kernel(
     @pl.when(program < count)
     def _():
         real = program % each < rows_ref[program // each]
-
-        @pl.when(real)
-        def _():
-            top_k_row(logits_ref, bias_ref, experts_ref, weights_ref, program, **choice)
-
-        @pl.when(jnp.logical_not(real))
-        def _():
-            no_choice(experts_ref, weights_ref, program)
+        top_k_row(logits_ref, bias_ref, experts_ref, weights_ref, program, real=real, **choice)
 
     @pl.when(program >= count)
     def _():

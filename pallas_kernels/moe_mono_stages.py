@@ -43,7 +43,7 @@ from pallas_kernels.moe_mono_tiles import (
 from pallas_kernels.moe_mxfp4_pallas import down_tile, up_tile
 from pallas_kernels.mxfp4_pallas import Decoder, lift
 from pallas_kernels.persistent import HEADER, Control, Stage
-from pallas_kernels.route_pallas import no_choice, top_k_row
+from pallas_kernels.route_pallas import top_k_row
 
 SECTOR = 8  # words of 32 bits
 FETCHED = 256  # sectors on their way at once
@@ -231,16 +231,9 @@ class Items:
             )
         )
         def _():
-            lives = refs.live[row] != 0
-
-            @pl.when(lives)
-            def _():
-                top_k_row(refs.logits, refs.bias, refs.experts, refs.weights, row, **self.options)
-
-            @pl.when(jnp.logical_not(lives))
-            def _():
-                no_choice(refs.experts, refs.weights, row)
-
+            real = refs.live[row] != 0
+            results = (refs.experts, refs.weights)
+            top_k_row(refs.logits, refs.bias, *results, row, real=real, **self.options)
             self.control.publish(self.at.chosen)
 
     def up(self, item):

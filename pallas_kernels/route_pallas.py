@@ -61,14 +61,16 @@ def top_k_row(
     weights_ref,  # out f32[W, J]
     row,
     *,
+    real=None,
     top_k: int,
     scaling: float,
     renormalize: bool,
 ):
-    """Choose the experts of one row and their weights.
+    """Choose the experts of one row and their weights; none (-1, weight 0) if it is not `real`.
 
-    A biased score stands as the integer of the same order, so that a score of NaN lies below all
-    others and what is taken, or beyond the experts, below that.
+    That is asked for in the end, so that no load waits for it. A biased score stands as the integer
+    of the same order, so that a score of NaN lies below all others and what is taken, or beyond the
+    experts, below that.
     """
     count = bias_ref.shape[0]
     expert = jnp.arange(pl.next_power_of_2(count), dtype=jnp.int32)
@@ -93,18 +95,7 @@ def top_k_row(
     weights = jnp.where(taken, weights, 0.0)
     if renormalize:
         weights = weights / (jnp.sum(weights) + SUM_EPS)
+    if real is not None:
+        chosen, weights = jnp.where(real, chosen, -1), jnp.where(real, weights, 0.0)
     launch.store(experts_ref.at[launch.mesh(row, slot)], chosen, mask=taken)
     launch.store(weights_ref.at[launch.mesh(row, slot)], weights * scaling, mask=taken)
-
-
-def no_choice(
-    experts_ref,  # out i32[W, J]
-    weights_ref,  # out f32[W, J]
-    row,
-):
-    """Store that a row chooses no expert."""
-    choices = experts_ref.shape[1]
-    slot = jnp.arange(pl.next_power_of_2(choices), dtype=jnp.int32)
-    place, mask = launch.mesh(row, slot), slot < choices
-    launch.store(experts_ref.at[place], jnp.full(slot.shape, -1, jnp.int32), mask=mask)
-    launch.store(weights_ref.at[place], jnp.zeros(slot.shape), mask=mask)
