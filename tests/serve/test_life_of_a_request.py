@@ -33,7 +33,7 @@ def test_a_client_that_leaves_a_stream_frees_its_slots_at_once(make_server, rout
         lines = response.iter_lines()
         next(lines)
         assert server.client.open_requests == 2
-    eventually(lambda: len(server.link.aborted) == 2, seconds=3)
+    eventually(lambda: len(server.link.aborted) == 2)
     assert sorted(server.link.aborted) == sorted(server.link.requests)
     assert server.client.open_requests == 0
 
@@ -53,7 +53,7 @@ def test_a_client_that_leaves_before_the_first_token(make_server, route, body, s
     with socket.create_connection((host, int(port))) as connection:
         connection.sendall(head.encode() + b"\r\n" + request.content)
         eventually(lambda: server.client.open_requests == 1)
-    eventually(lambda: len(server.link.aborted) == 1, seconds=3)
+    eventually(lambda: len(server.link.aborted) == 1)
     assert server.client.open_requests == 0
 
 

@@ -12,6 +12,7 @@ from waiting import eventually
 
 STREAMS, TOKENS = 50, 40
 SLOTS = 25  # so that half of the streams wait when the engine dies
+PATIENCE = 600  # seconds without a token, as while another engine starts on a busy machine
 SEEDS = {19: 190}  # instead of a request's number
 FAULT = "0:20:slot"
 STOP = "all ranks stop at step 32: rank 0 has health word 0x2 since step 20"  # nobody is done
@@ -71,7 +72,7 @@ async def ask(client, body, answer):
 
 async def ask_all(url, answers, meanwhile):
     limits = httpx.Limits(max_connections=STREAMS)
-    async with httpx.AsyncClient(base_url=url, limits=limits, timeout=200) as client:
+    async with httpx.AsyncClient(base_url=url, limits=limits, timeout=PATIENCE) as client:
         asked = [ask(client, *each) for each in zip(wishes(), answers, strict=True)]
         await asyncio.gather(asyncio.to_thread(meanwhile, answers), *asked)
 
@@ -87,7 +88,7 @@ def kill_midway(engine):
     """SIGKILL for the engine once some streams are in the middle and others wait."""
 
     def kill(answers):
-        eventually(lambda: sum(len(answer.tokens) for answer in answers) > 10 * SLOTS, 60)
+        eventually(lambda: sum(len(answer.tokens) for answer in answers) > 10 * SLOTS, PATIENCE)
         engine.child().send_signal(signal.SIGKILL)
 
     return kill
