@@ -1,9 +1,10 @@
 """Time the kernels beside their peers: `python -m benchmarks.kernels [--case TEXT] [--tags ..]`.
 
 Prints, per case, the least bytes (or operations) and the time they take at the ceilings measured
-in the same run, our time and its percentage, and each peer's time and ratio; ends with one JSON
-line. The peers are XLA on the reference, and with --peers what PEERS find installed. Rows come a
-dozen at a time: cases compile together, and nothing else runs while they are timed. Needs a GPU.
+in the same run, our time and its percentage, each peer's time and ratio, and our kernels; ends with
+one JSON line. Cases are timed as layers of a step: one plan, their flags and health words ORed. The
+peers are XLA on the reference, and with --peers what PEERS find installed. Rows come a dozen at a
+time: cases compile together, and nothing else runs while they are timed. Needs a GPU.
 Results with date and versions belong in RESULTS.md.
 """
 
@@ -11,12 +12,15 @@ from __future__ import annotations
 
 import argparse
 import collections
+import contextlib
 import dataclasses
 import functools
 import json
+import operator
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -35,11 +39,15 @@ from pallas_kernels.moe_types import Mxfp4Bank
 
 # Arguments that are donated state, and where they stand in the result.
 CARRIED = {"kda_decode": ("cache", 1), "kda_prefill": ("cache", 1), "moe_mono": ("control", -1)}
+# Arguments that all layers of a step share, so that what is made of them alone is made once.
+PLAN = ("slots", "starts", "accepted", "fresh", "lengths", "page_table")
 TOGETHER = 12  # cases compiled at once, in threads, and timed in one trace
 MOST_BYTES = 40 << 30  # of the inputs of cases that are compiled at once
 IMPLS: tuple[Impl, Impl] = ("pallas", "reference")  # in this order in `measure`
+WORDS_TOGETHER = 8  # layers
 ROUTINGS = 4  # of a MoE's bank, which is larger than any cache
 PEERS = ("peers_kda.py", "peers_moe.py")  # programs of their own, in this folder
+PEER_LINES = 12  # of a peer's output, shown where it fails
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,7 +81,13 @@ class Line:
             f"{self.name:40} {self.bytes / 1e6:8.2f} MB  ceiling {self.ceiling * 1e6:7.2f} us  "
             f"ours {seconds * 1e6:7.2f} us ({self.ours.kernels * 1e6:.2f} in "
             f"{self.ours.launches:.3g} launches)  {100 * self.ceiling / seconds:5.1f}%  {peers}"
+            f"  of {self.parts()}"
         )
+
+    def parts(self) -> str:
+        """The kernels by their share of the time."""
+        parts = sorted(self.ours.parts.items(), key=lambda part: -part[1])
+        return " + ".join(f"{name} {seconds * 1e6:.2f}" for name, seconds in parts)
 
     def record(self) -> dict:
         return {
@@ -84,12 +98,21 @@ class Line:
             "spread_us": self.ours.spread * 1e6,
             "kernels_us": self.ours.kernels * 1e6,
             "launches": self.ours.launches,
+            "parts_us": {name: seconds * 1e6 for name, seconds in self.ours.parts.items()},
             "percent": 100 * self.ceiling / self.ours.seconds,
             "peers_us": {name: seconds * 1e6 for name, seconds in self.peers.items()},
         }
 
 
-def make_sets(case: Case) -> list[tuple]:
+@dataclasses.dataclass(frozen=True)
+class Made:
+    """The arguments of a case: (arrays,) or (state, arrays) of each application, and the plan."""
+
+    sets: list[tuple]
+    plan: dict[str, Any]
+
+
+def make_sets(case: Case) -> Made:
     """Distinct arrays for each application; of a MoE, distinct rows for one bank."""
     make = jax.jit(functools.partial(inputs, case, jnp.bfloat16), static_argnums=0)
     first = make(0)
@@ -101,10 +124,12 @@ def make_sets(case: Case) -> list[tuple]:
         sets = [{**rows(seed), **kept} for seed in range(ROUTINGS)]
     else:
         sets = [jax.tree.map(jnp.copy, first) for _ in range(timing.rotation(tree_bytes(first)))]
+    plan = {name: first[name] for name in PLAN if name in first}
+    sets = [{k: v for k, v in arrays.items() if k not in plan} for arrays in sets]
     if case.op not in CARRIED:
-        return [(arrays,) for arrays in sets]
+        return Made([(arrays,) for arrays in sets], plan)
     carried, _ = CARRIED[case.op]
-    return [(arrays.pop(carried), arrays) for arrays in sets]
+    return Made([(arrays.pop(carried), arrays) for arrays in sets], plan)
 
 
 def has_bank(argument: Any) -> bool:
@@ -113,25 +138,50 @@ def has_bank(argument: Any) -> bool:
 
 
 def applied(case: Case, impl: Impl) -> Callable[..., Any]:
-    """The op as a function of a set: (arrays) -> result, or (state, arrays) -> (state, rest)."""
+    """(arrays, plan) -> result, or (state, arrays, plan) -> (state, rest)."""
     op = bind(case, impl)
     if case.op not in CARRIED:
-        return op
+        return lambda arrays, plan: op({**arrays, **plan})
     carried, place = CARRIED[case.op]
 
-    def step(state, arrays):
-        result = list(op({**arrays, carried: state}))
+    def step(state, arrays, plan):
+        result = list(op({**arrays, **plan, carried: state}))
         state = result.pop(place)
         return state, result
 
     return step
 
 
-def build(job: tuple[Case, Impl, list[tuple]]) -> timing.Program | str:
+def or_words(results: list[Any]) -> list[tuple[list[jax.Array], list[jax.Array]]]:
+    """What the layers of a step gave, with their flags and health words ORed, as the model does.
+
+    A few layers at a time: over the words of a hundred XLA compiles for more than a minute.
+    """
+    merged = []
+    for first in range(0, len(results), WORDS_TOGETHER):
+        layers = [jax.tree.leaves(result) for result in results[first : first + WORDS_TOGETHER]]
+        words = zip(*([leaf for leaf in each if is_word(leaf)] for each in layers), strict=True)
+        rest = [leaf for each in layers for leaf in each if not is_word(leaf)]
+        merged.append((rest, [functools.reduce(operator.or_, each) for each in words]))
+    return merged
+
+
+def is_word(leaf: jax.Array) -> bool:
+    """Whether a result is bool[B] flags of requests or a health word u32[]."""
+    return leaf.dtype == jnp.bool_ or (leaf.dtype == jnp.uint32 and leaf.ndim == 0)
+
+
+def build(job: tuple[Case, Impl, Made]) -> timing.Program | str:
     """Compile an implementation of a case over its sets and run it once, or say why not."""
     case, impl, own = job
     try:
-        program = timing.compile_over(applied(case, impl), own, carry=case.op in CARRIED)
+        program = timing.compile_over(
+            applied(case, impl),
+            own.sets,
+            carry=case.op in CARRIED,
+            common=(own.plan,),
+            merge=or_words,
+        )
         program.run()
     except Exception as error:  # noqa: BLE001 - the other cases are measured all the same
         return reason(error)
@@ -163,7 +213,7 @@ def measure(
     cases: Sequence[Case], ceilings: Ceilings, outside: dict, progress: Progress
 ) -> Iterator[Line]:
     """Time cases and XLA on their references, on the same inputs; what fails is said."""
-    made: dict[Case, list[tuple]] = {}
+    made: dict[Case, Made] = {}
     for case in cases:
         with progress.case(str(case)):
             made[case] = make_sets(case)
@@ -171,7 +221,7 @@ def measure(
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         times = time_all(list(pool.map(build, jobs)))
     for (case, own), ours, xla in zip(made.items(), times[::2], times[1::2], strict=True):
-        peers = dict(outside.get(str(case), {}))
+        peers = {name: 1e-6 * each for name, each in outside.get(str(case), {}).items()}
         if isinstance(xla, str):
             print(f"{case!s:40} XLA on the reference failed: {xla}", flush=True)
         else:
@@ -181,15 +231,16 @@ def measure(
             continue
         line = None
         with progress.case(str(case)):
-            size, operations = least_work(case, own[0])
+            size, operations = least_work(case, own)
             line = Line(str(case), size, ceilings.seconds(size, operations), ours, peers)
         if line is not None:
             yield line
 
 
-def least_work(case: Case, first: tuple) -> tuple[int, int]:
+def least_work(case: Case, own: Made) -> tuple[int, int]:
     """Bytes and operations that a case's first set needs at least."""
-    arrays = dict(first[-1])
+    first = own.sets[0]
+    arrays = {**first[-1], **own.plan}
     if case.op in CARRIED:
         arrays[CARRIED[case.op][0]] = first[0]
     result = jax.eval_shape(bind(case, "reference"), arrays)
@@ -199,30 +250,44 @@ def least_work(case: Case, first: tuple) -> tuple[int, int]:
     )
 
 
-def outside_peers(python: str, seconds: float | None) -> dict[str, dict[str, float]]:
-    """Case -> peer -> seconds, of the peers that are no JAX programs.
+def outside_peers(python: str, progress: Progress) -> dict[str, dict[str, float]]:
+    """Case -> peer -> microseconds, of the peers that are no JAX programs.
 
     The last line of each script is JSON: peer -> case -> microseconds. What it could not measure
-    is not in it, and its exit status is not 0. One that takes longer than `seconds` is ended.
+    is not in it, and its exit status is not 0: the end of what it said is shown. One that takes
+    longer than there is time is ended.
     """
     found: dict[str, dict[str, float]] = collections.defaultdict(dict)
     for script in PEERS:
-        command = [python, str(Path(__file__).with_name(script))]
-        try:
-            done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=seconds)
-            times = json.loads(done.stdout.splitlines()[-1])
-        except subprocess.TimeoutExpired:
-            print(f"{script}: out of time", flush=True)
-            continue
-        except (IndexError, json.JSONDecodeError):
-            print(f"{script}: not measured (exit status {done.returncode})", flush=True)
-            continue
-        if done.returncode:
-            print(f"{script}: not all measured (exit status {done.returncode})", flush=True)
-        for peer, cases in times.items():
+        status, said = run_peer([python, str(Path(__file__).with_name(script))], progress)
+        if status != 0:
+            print(f"{script}: not all measured ({status=}); it said at last", flush=True)
+            print(*(f"    {line}" for line in said[-PEER_LINES:]), sep="\n", flush=True)
+        for peer, cases in times_of(said).items():
             for name, microseconds in cases.items():
-                found[name][peer] = microseconds * 1e-6
+                found[name][peer] = microseconds
     return dict(found)
+
+
+def run_peer(command: list[str], progress: Progress) -> tuple[int | None, list[str]]:
+    """The exit status of a command, None if it was ended for want of time, and all its lines."""
+    with tempfile.TemporaryFile("w+", errors="replace") as log:
+        try:
+            done = subprocess.run(command, stdout=log, stderr=log, timeout=progress.seconds_left)
+            status = done.returncode
+        except subprocess.TimeoutExpired:
+            status = None
+        log.seek(0)
+        return status, log.read().splitlines()
+
+
+def times_of(said: Sequence[str]) -> dict[str, dict[str, float]]:
+    """The last line of JSON that a peer said; warnings may follow it."""
+    for line in reversed(said):
+        with contextlib.suppress(json.JSONDecodeError):
+            if line.startswith("{"):
+                return json.loads(line)
+    return {}
 
 
 def groups(cases: Sequence[Case]) -> Iterator[list[Case]]:
@@ -256,7 +321,9 @@ def main() -> int:
         parser.error(f"no case has the tags {sorted(tags)} and {arguments.case!r} in its name")
     timing.require_gpu()
     progress = Progress(arguments.minutes)
-    outside = outside_peers(arguments.python, progress.seconds_left) if arguments.peers else {}
+    outside = outside_peers(arguments.python, progress) if arguments.peers else {}
+    if outside:  # at once: what ends this program early does not cost them
+        print(json.dumps({"peers_us": outside}), flush=True)
     ceilings = Ceilings(timing.read_bandwidth(), timing.matrix_rate())
     device = jax.devices()[0].device_kind
     print(
@@ -271,7 +338,7 @@ def main() -> int:
                 print(line.text(), flush=True)
                 records.append(line.record())
     header = {"jax": jax.__version__, "device": device, **dataclasses.asdict(ceilings)}
-    print(json.dumps({**header, **progress.record(), "cases": records}))
+    print(json.dumps({**header, **progress.record(), "peers_us": outside, "cases": records}))
     return progress.status
 
 

@@ -61,11 +61,12 @@ class Program:
     compiled: jax.stages.Compiled
     states: list  # the donated arguments, handed on from run to run
     others: list
+    common: tuple  # arguments of every application
     count: int  # applications
 
-    def run(self) -> list:
-        """Run all applications once, wait for them, and return what each gave beside its state."""
-        self.states, results = self.compiled(self.states, self.others)
+    def run(self) -> Any:
+        """Run all applications once, wait for them, and return what they gave beside states."""
+        self.states, results = self.compiled(self.states, self.others, self.common)
         jax.block_until_ready((self.states, results))
         return results
 
@@ -100,27 +101,34 @@ def make_sets(make: Callable[[int], tuple], count: int | None = None) -> list[tu
 
 
 def compile_over(
-    function: Callable[..., Any], sets: Sequence[tuple], *, carry: bool = False
+    function: Callable[..., Any],
+    sets: Sequence[tuple],
+    *,
+    carry: bool = False,
+    common: tuple = (),
+    merge: Callable[[list], Any] = list,
 ) -> Program:
-    """Compile `function(*arguments)` unrolled over `sets`; may run in many threads.
+    """Compile `function(*arguments, *common)` unrolled over `sets`; may run in many threads.
 
     With `carry`, the first argument of each set is state: `function(state, ...) -> (state, out)`;
-    it is donated and handed on, as a decode step does with its cache.
+    it is donated and handed on, as a decode step does with its cache. What is made of `common`
+    alone is made once; `merge` makes one result of all.
     """
     step = jax.jit(function)
 
-    def all_sets(states: list, others: list) -> tuple[list, list]:
+    def all_sets(states: list, others: list, common: tuple) -> tuple[list, Any]:
         results = [
-            step(state, *other) if carry else (None, step(*other))
+            step(state, *other, *common) if carry else (None, step(*other, *common))
             for state, other in zip(states, others, strict=True)
         ]
-        return [state for state, _ in results], [out for _, out in results]
+        return [state for state, _ in results], merge([out for _, out in results])
 
     states = [arguments[0] if carry else None for arguments in sets]
     others = [arguments[1:] if carry else arguments for arguments in sets]
-    lowered = jax.jit(all_sets, donate_argnums=0, keep_unused=True).lower(states, others)
+    jitted = jax.jit(all_sets, donate_argnums=0, keep_unused=True)
+    compiled = jitted.lower(states, others, common).compile(compiler_options=KEEP_GRAPHS)
     states = jax.tree.map(jnp.copy, states)  # the donation must not eat the caller's arrays
-    return Program(lowered.compile(compiler_options=KEEP_GRAPHS), states, others, len(sets))
+    return Program(compiled, states, others, common, len(sets))
 
 
 def device_time(

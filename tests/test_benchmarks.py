@@ -3,9 +3,7 @@
 import dataclasses
 import json
 import runpy
-import subprocess
 import sys
-import types
 from pathlib import Path
 
 import jax
@@ -93,7 +91,20 @@ def test_kernels_are_timed_case_by_case(monkeypatch, capsys, small_kernels):
     for case in record["cases"]:
         assert (case["us"], case["spread_us"]) == pytest.approx((2.0, 0.4))
         assert case["peers_us"] == {"xla": pytest.approx(2.0)}
+        assert case["parts_us"]["kernel"] == pytest.approx(0.6)
         assert 0 < case["bytes"] < 1 << 20
+
+
+def test_the_layers_of_a_step_share_its_plan_and_its_words():
+    """As in the model: slots are looked up once, and flags and health words are ORed."""
+    case = select("kda_decode", "tiny")[0]
+    own = dataclasses.replace(kernels.make_sets(case), sets=kernels.make_sets(case).sets[:3])
+    assert {"slots", "starts", "accepted"} == own.plan.keys()
+    program = kernels.build((case, "reference", own))
+    ((rest, words),) = program.run()
+    assert len(rest) == 3
+    flags, health = words
+    assert (flags.dtype, flags.ndim, health.dtype, health.ndim) == (jnp.bool_, 1, jnp.uint32, 0)
 
 
 def test_a_kernel_that_fails_is_named_and_the_others_are_timed(monkeypatch, capsys, small_kernels):
@@ -354,18 +365,26 @@ def test_peers_name_cases_that_exist(monkeypatch, capsys, script):
     assert {time for cases in times.values() for time in cases.values()} <= {4.0, 5.0}
 
 
-def test_peers_that_are_not_there_are_passed_over(monkeypatch, capsys):
+def test_peers_that_fail_are_shown_and_passed_over(monkeypatch, capsys):
     said = {
-        "peers_kda.py": types.SimpleNamespace(returncode=1, stdout='{"fla": {"a": 5.0}}\n'),
-        "peers_moe.py": types.SimpleNamespace(returncode=1, stdout=""),
+        "peers_kda.py": (0, ["1.0 s", '{"fla": {"a": 5.0}}', "a warning on the way out"]),
+        "peers_moe.py": (1, ["skipped: No module named 'int4_b32'"]),
     }
-    monkeypatch.setattr(subprocess, "run", lambda run, **options: said[Path(run[1]).name])
-    assert kernels.outside_peers("python", None) == {"a": {"fla": pytest.approx(5e-6)}}
+    monkeypatch.setattr(kernels, "run_peer", lambda run, progress: said[Path(run[1]).name])
+    assert kernels.outside_peers("python", Progress()) == {"a": {"fla": 5.0}}
     rows = capsys.readouterr().out.splitlines()
     assert rows == [
-        "peers_kda.py: not all measured (exit status 1)",
-        "peers_moe.py: not measured (exit status 1)",
+        "peers_moe.py: not all measured (status=1); it said at last",
+        "    skipped: No module named 'int4_b32'",
     ]
+
+
+def test_a_peer_is_heard_out_and_ended_in_time():
+    talk = "import sys, time; print('one', flush=True); sys.stderr.write('two\\n')"
+    assert kernels.run_peer([sys.executable, "-c", talk], Progress()) == (0, ["one", "two"])
+    slow = f"{talk}; time.sleep(60)"
+    status, said = kernels.run_peer([sys.executable, "-c", slow], Progress(0.05))
+    assert (status, said) == (None, ["one", "two"])
 
 
 def test_a_server_that_refuses_has_no_times(monkeypatch, capsys):
