@@ -78,17 +78,17 @@ def rank_config(mixers: tuple[Any, ...], ranks: int = 1) -> K3Config:
 def run_layers(config: K3Config, impl: Impl, mesh: Mesh) -> Any:
     """(caches, params, residual, plan) -> (caches, result) through all layers of the config.
 
-    The last result is the experts that each layer chose, i32[layers, W, J].
+    The last result is the experts that each layer chose, i32[W, J] each.
     """
     kernels = layer_kernels(config, mesh.size, impl)
 
     def run(
         caches: list[LayerCache], params: list[Any], residual: Residual, plan: StepPlan
-    ) -> tuple[list[LayerCache], tuple[Residual, jax.Array, jax.Array, jax.Array]]:
-        flags, health, done = jnp.zeros(plan.slots.shape, bool), jnp.uint32(0), []
-        chosen = []
+    ) -> tuple[list[LayerCache], tuple[Residual, jax.Array, jax.Array, list[jax.Array]]]:
+        flags, health = jnp.zeros(plan.slots.shape, bool), jnp.uint32(0)
+        done, chosen = [], []
         for index, cache in enumerate(caches):
-            # What else is traced has no reader, so XLA leaves it out.
+            # What else is traced has no reader, so XLA leaves it out: no launch more.
             residual, cache, *words, taps = layer_body(
                 params[index],
                 residual,
@@ -102,7 +102,7 @@ def run_layers(config: K3Config, impl: Impl, mesh: Mesh) -> Any:
             done.append(cache)
             chosen.append(taps["router_experts"])
             flags, health = flags | words[0], health | words[1]
-        return done, (residual, flags, health, jnp.stack(chosen))
+        return done, (residual, flags, health, chosen)
 
     caches = list(cache_specs(config).layers)
     inputs = (caches, layer_specs(config), REPLICATED, REPLICATED)
@@ -193,7 +193,7 @@ def measure_stack(cases: list[Case], progress: Progress) -> Iterator[Measured]:
             with progress.case(case.title):
                 time = timing.device_times([program])[0]
                 *_, chosen = program.run()[0]
-                experts = [len(np.unique(layer)) for layer in np.asarray(chosen)]
+                experts = [len(np.unique(np.asarray(layer))) for layer in chosen]
                 measured = Measured(case, time, experts)
         if measured is not None:
             yield measured

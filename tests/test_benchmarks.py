@@ -240,7 +240,7 @@ def test_the_experts_that_are_counted_are_those_that_are_needed(monkeypatch):
     """The result does not change when all others are NaN, and does when one of them is."""
     case, params = many_experts(8)
     [(residual, _, _, chosen)] = case.compile(params).run()
-    needed = [np.unique(experts) for experts in np.asarray(chosen)]
+    needed = [np.unique(np.asarray(experts)) for experts in chosen]
 
     def out_without(lost):
         for weights, experts in zip(params, lost, strict=True):
