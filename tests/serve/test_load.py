@@ -14,6 +14,7 @@ from real_engine import Engine
 from waiting import eventually
 
 from benchmarks.soak import ALLOCATOR
+from k3jax.bundled import bundled_model
 
 STREAMS = 500
 TEXT = "abcdefghij"
@@ -167,8 +168,9 @@ def test_streams_at_once_of_a_real_engine(tmp_path, monkeypatch):
     """Who comes first is served first, and once all places were taken memory grows no more."""
     for name, value in ALLOCATOR.items():
         monkeypatch.setenv(name, value)
-    flags = ("--dtype float32", "--max-context 64", f"--max-waiting {STREAMS - SLOTS}")
-    engine = Engine(tmp_path, SLOTS, *flags)
+    flags = f"--model {bundled_model()} --dtype float32 --max-context 64 --max-waiting "
+    flags += str(STREAMS - SLOTS)
+    engine = Engine(tmp_path, SLOTS, flags)
     try:
         begin = time.perf_counter()
         outcomes = asyncio.run(streams(engine, [counted(n) for n in range(STREAMS)]))
