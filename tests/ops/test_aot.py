@@ -73,8 +73,10 @@ STREAMING = {
     "linear",
     "linears",
     "attn_res",
+    "mla_absorb",
+    "mla_values",
     "moe_mxfp4",
-}  # bound by memory: a lane reads 16 bytes at once
+}  # a lane reads 16 bytes at once
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs the extra 'aot'")
