@@ -258,7 +258,7 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=60.0)
     parser.add_argument("--clients", type=int, default=12)
     parser.add_argument("--pauses", type=int, default=12, help="to look at what is held")
-    parser.add_argument("--growth", type=float, default=48.0, help="MiB that memory may grow by")
+    parser.add_argument("--growth", type=float, default=16.0, help="MiB that memory may grow by")
     options = parser.parse_args()
     if options.pauses < 2:
         parser.error("--pauses must be 2 or more: what is held is compared from pause to pause")
