@@ -9,7 +9,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 PATHS = sorted((ROOT / "notebooks").glob("*.ipynb"))
-BUDGET = 120  # seconds of one notebook on two cores, compiling included
+BUDGET = 180  # seconds of one notebook on two cores, compiling included
 LONGEST = 20  # lines of a cell; more is helper code, which lives in k3jax.explore
 PICTURES = {"01": 0, "02": 4, "03": 4, "04": 3, "05": 3, "06": 2}
 notebooks = pytest.mark.parametrize("path", PATHS, ids=lambda path: path.stem)
