@@ -1,4 +1,4 @@
-"""A minute of mixed traffic with a real engine, of which nothing stays; longer: benchmarks.soak."""
+"""Two minutes of mixed traffic with a real engine, of which nothing stays; longer: benchmarks.soak."""
 
 import asyncio
 import json
@@ -13,11 +13,11 @@ from real_engine import free_port
 
 from benchmarks import soak
 
-FLAGS = "--minutes 1 --pauses 4 --clients 10 --growth 8"
+FLAGS = "--minutes 2 --pauses 4 --clients 10 --growth 8"
 SERVER = "--max-requests 8 --builds 1x8 --max-context 1024 --log none --compile-cache"
 
 
-def test_a_minute_of_everything():
+def test_two_minutes_of_everything():
     command = [sys.executable, "-m", "benchmarks.soak", *FLAGS.split()]
     command += ["--port", str(free_port())]
     command += ["--model", str(CHECKPOINT), "--", *SERVER.split()]
