@@ -1,4 +1,4 @@
-"""Two minutes of mixed traffic with a real engine, of which nothing stays; longer: benchmarks.soak."""
+"""Two minutes of mixed traffic with a real engine: nothing stays. Longer: benchmarks.soak."""
 
 import asyncio
 import json
