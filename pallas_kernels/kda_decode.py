@@ -5,6 +5,8 @@ Source: Kimi Linear (arXiv 2510.26692); the recurrence is written out in kda_com
 
 from __future__ import annotations
 
+import functools
+
 import jax
 
 from pallas_kernels.impl import Impl, require_impl
@@ -44,19 +46,10 @@ def kda_decode(
     most, new = most_rows(cache), rows.qkv.shape[1]
     if new > most:
         raise ValueError(f"kda_decode got {new} rows a request, the cache keeps {most}")
-    if impl == "reference":
-        return kda_decode_reference(
-            rows,
-            weights,
-            cache,
-            slots,
-            starts,
-            accepted,
-            lower_bound=lower_bound,
-            norm_eps=norm_eps,
-            norm=norm,
-        )
-    return kda_decode_pallas(
+    run = kda_decode_reference
+    if impl != "reference":
+        run = functools.partial(kda_decode_pallas, interpret=impl == "interpret")
+    return run(
         rows,
         weights,
         cache,
@@ -66,5 +59,4 @@ def kda_decode(
         lower_bound=lower_bound,
         norm_eps=norm_eps,
         norm=norm,
-        interpret=impl == "interpret",
     )

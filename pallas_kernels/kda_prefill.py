@@ -5,6 +5,8 @@ Source: Kimi Linear (arXiv 2510.26692); the form is written out in kda_prefill_r
 
 from __future__ import annotations
 
+import functools
+
 import jax
 
 from pallas_kernels.impl import Impl, require_impl
@@ -39,20 +41,10 @@ def kda_prefill(
     and float32, or for key or value widths that are no power of two from 16 on.
     """
     require_impl("kda_prefill", impl)
-    if impl == "reference":
-        return kda_prefill_reference(
-            rows,
-            weights,
-            cache,
-            slots,
-            starts,
-            accepted,
-            fresh,
-            lengths=lengths,
-            lower_bound=lower_bound,
-            norm_eps=norm_eps,
-        )
-    return kda_prefill_pallas(
+    run = kda_prefill_reference
+    if impl != "reference":
+        run = functools.partial(kda_prefill_pallas, interpret=impl == "interpret")
+    return run(
         rows,
         weights,
         cache,
@@ -63,5 +55,4 @@ def kda_prefill(
         lengths=lengths,
         lower_bound=lower_bound,
         norm_eps=norm_eps,
-        interpret=impl == "interpret",
     )
