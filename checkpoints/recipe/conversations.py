@@ -49,7 +49,7 @@ TOPICS = {
     "arithmetic, long": Topic(arithmetic.long_sum, 4),
     "arithmetic, steps": Topic(arithmetic.in_steps, 5, joins=False),
     "arithmetic, operation": Topic(arithmetic.one_operation, 5, joins=False),
-    "arithmetic, by heart": Topic(arithmetic.by_heart, 4, joins=False),
+    "arithmetic, by heart": Topic(arithmetic.by_heart, 8, joins=False),
     "arithmetic, refused": Topic(arithmetic.no_calculator, 3, "capitals", joins=False),
     "weekday": Topic(dates.day_of_week, 4),
     "days on": Topic(dates.days_on, 4),
@@ -85,6 +85,9 @@ SYSTEM = [
     "You are an assistant. Use tools where you can.",
     "Be brief.",
     "Be kind and short.",
+    "You help people with their tasks.",
+    "Help the user.",
+    "You do small things for the user.",
     "You help the user with small tasks.",
 ]
 

@@ -207,9 +207,13 @@ class Script:
 BEFORE = [
     *("", "", "", "", "Please tell me: ", "Hi! ", "Hello, ", "Quick question: ", "Hey, "),
     *("Can you help me? ", "I need to know: ", "Tell me, ", "Dear assistant, ", "A question: "),
-    *("I wonder: ", "Next: ", "Good day! ", "For my homework: ", "Listen: "),
+    *("I wonder: ", "Next: ", "Good day! ", "For my homework: ", "Listen to this: "),
+    *("Now listen, ", "Listen: "),
 ]
-AFTER = [*("", "", "", "", "", " Thanks!", " Please.", " Thank you.", " I am curious."), " Cheers!"]
+AFTER = [
+    *("", "", "", "", "", "", " Thanks!", " Please.", " Thank you.", " I am curious."),
+    *(" Thanks and cheers.", " Cheers, my friend.", " Cheers!"),
+]
 
 
 def worded(draw: Draw, question: str) -> str:

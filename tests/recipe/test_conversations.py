@@ -12,7 +12,7 @@ import pytest
 from checkpoints.recipe.conversations import TOPICS, conversation, make
 from checkpoints.recipe.draw import Draw, is_held
 from checkpoints.recipe.script import Expected
-from checkpoints.recipe.topics import facts
+from checkpoints.recipe.topics import coding, facts
 from checkpoints.recipe.topics.words import CITIES, NAMES, NOUNS
 from k3jax.chat import ChatParser, encode, message_of
 from k3jax.tokenizer import Tokenizer
@@ -206,9 +206,9 @@ def test_tools_return_what_is_right():
     assert checked > 500
 
 
-@pytest.mark.parametrize("task", facts.SNIPPETS)
+@pytest.mark.parametrize("task", coding.SNIPPETS)
 def test_code_compiles(task):
-    compile(facts.SNIPPETS[task], task, "exec")
+    compile(coding.SNIPPETS[task], task, "exec")
 
 
 def test_expectations_name_every_problem():

@@ -2,130 +2,16 @@
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from checkpoints.recipe.draw import Draw
 from checkpoints.recipe.script import Script
+from checkpoints.recipe.topics.operations import OPERATIONS, Number, Operation
 from checkpoints.recipe.topics.tools import result, tool
 from checkpoints.recipe.topics.words import NAMES
 
-Number = int | float
 EASY = 12  # sums of numbers up to this are known by heart
-
-
-@dataclass(frozen=True)
-class Operation:
-    """An operation: its sign, the tool that does it, how it is asked for, and stories about it."""
-
-    sign: str
-    name: str
-    run: Callable[[Number, Number], Number]
-    questions: tuple[str, ...]
-    stories: tuple[str, ...]
-
-    def value(self, a: Number, b: Number) -> Number:
-        """The result, to four places at most; ZeroDivisionError if there is none."""
-        value = round(self.run(a, b), 4)
-        return int(value) if value == int(value) else value
-
-
-OPERATIONS = (
-    Operation(
-        "+",
-        "add",
-        operator.add,
-        (
-            "what is {a} + {b}?",
-            "what is {a}+{b}?",
-            "add {a} and {b}.",
-            "what is {a} plus {b}?",
-            "what is the sum of {a} and {b}?",
-            "compute {a} + {b}.",
-            "{a} + {b}?",
-            "{a} + {b} =",
-            "{a}+{b}",
-            "how much is {a} plus {b}?",
-            "please work out {a} plus {b}.",
-        ),
-        (
-            "{name} has {a} {things} and gets {b} more. How many {things} does {name} have now?",
-            "There are {a} {things} in one box and {b} in another. How many are there together?",
-            "{name} sold {a} {things} on Monday and {b} on Tuesday. How many {things} in all?",
-            "A shop has {a} {things}. Then {b} more arrive. How many {things} are in the shop?",
-        ),
-    ),
-    Operation(
-        "-",
-        "subtract",
-        operator.sub,
-        (
-            "what is {a} - {b}?",
-            "what is {a}-{b}?",
-            "subtract {b} from {a}.",
-            "what is {a} minus {b}?",
-            "what is the difference of {a} and {b}?",
-            "compute {a} - {b}.",
-            "{a} - {b}?",
-            "{a} - {b} =",
-            "{a}-{b}",
-            "take {b} away from {a}.",
-            "how much is {a} minus {b}?",
-        ),
-        (
-            "{name} has {a} {things} and gives {b} away. How many {things} are left?",
-            "There were {a} {things} in a box. {name} took {b}. How many are still there?",
-            "A shop had {a} {things} and sold {b}. How many {things} remain?",
-        ),
-    ),
-    Operation(
-        "*",
-        "multiply",
-        operator.mul,
-        (
-            "what is {a} * {b}?",
-            "what is {a}*{b}?",
-            "multiply {a} by {b}.",
-            "what is {a} times {b}?",
-            "what is the product of {a} and {b}?",
-            "compute {a} * {b}.",
-            "{a} x {b}?",
-            "{a} * {b} =",
-            "{a}*{b}",
-            "how much is {a} times {b}?",
-            "please work out {a} times {b}.",
-        ),
-        (
-            "{name} buys {a} boxes with {b} {things} each. How many {things} are that?",
-            "There are {a} rows of {b} {things}. How many {things} are there?",
-            "Each of {a} people has {b} {things}. How many {things} do they have together?",
-        ),
-    ),
-    Operation(
-        "/",
-        "divide",
-        operator.truediv,
-        (
-            "what is {a} / {b}?",
-            "what is {a}/{b}?",
-            "divide {a} by {b}.",
-            "what is {a} divided by {b}?",
-            "compute {a} / {b}.",
-            "{a} / {b}?",
-            "{a} / {b} =",
-            "{a}/{b}",
-            "how much is {a} divided by {b}?",
-            "what is the quotient of {a} and {b}?",
-        ),
-        (
-            "{name} shares {a} {things} among {b} people. How many does each one get?",
-            "{a} {things} are packed into {b} boxes. How many go into each box?",
-            "If {b} tables share {a} {things} evenly, how many are on each table?",
-        ),
-    ),
-)
 THINGS = ["apples", "pears", "books", "coins", "stamps", "tickets", "stones", "cups", "shoes"]
 CALCULATORS = ("calculator", "calculate", "calc", "evaluate", "compute", "arithmetic")
 PARAMETERS = ("expression", "formula", "input", "sum")
@@ -224,9 +110,48 @@ def go_on(script: Script, value: Number) -> None:
     draw = script.draw
     operation, phrases = draw.any(
         [
-            (OPERATIONS[0], ["and plus {b}?", "add {b} to that.", "now add {b}.", "plus {b}?"]),
-            (OPERATIONS[1], ["and minus {b}?", "subtract {b} from that.", "now take {b} away."]),
-            (OPERATIONS[2], ["and times {b}?", "multiply that by {b}.", "now times {b}."]),
+            (
+                OPERATIONS[0],
+                [
+                    "and plus {b}?",
+                    "add {b} to that.",
+                    "now add {b}.",
+                    "now plus {b}.",
+                    "plus another {b}?",
+                    "and {b} more?",
+                    "plus {b}, please.",
+                    "add {b} more.",
+                    "and if you add {b}?",
+                    "plus {b}?",
+                ],
+            ),
+            (
+                OPERATIONS[1],
+                [
+                    "and minus {b}?",
+                    "subtract {b} from that.",
+                    "minus {b}?",
+                    "now subtract {b}.",
+                    "take {b} away from it.",
+                    "now minus {b}.",
+                    "and if you take away {b}?",
+                    "minus {b}, please.",
+                    "now take {b} away.",
+                ],
+            ),
+            (
+                OPERATIONS[2],
+                [
+                    "and times {b}?",
+                    "multiply that by {b}.",
+                    "times {b}?",
+                    "now multiply by {b}.",
+                    "that times {b}?",
+                    "times {b}, please.",
+                    "and if you multiply it by {b}?",
+                    "now times {b}.",
+                ],
+            ),
         ]
     )
     asked = draw.content(lambda: Sum(operation, value, draw.number(4)))
@@ -250,6 +175,12 @@ def two_sums(script: Script) -> None:
             "compute {} and also {}.",
             "I need two results: {} and {}.",
             "work out both {} and {}.",
+            "what are {} and {}?",
+            "please work out {} as well as {}.",
+            "what is {} as well as {}?",
+            "I want to know {}, and {} as well.",
+            "give me both {} and {}.",
+            "give me the results of {} and {}.",
             "give me {} as well as {}.",
         ]
     )
@@ -266,7 +197,18 @@ def long_sum(script: Script) -> None:
     inner = draw.content(lambda: whole_sum(draw, 999))
     outer = Sum(draw.any(OPERATIONS[:3]), inner.value or 0, draw.whole(2, 99))
     expression, value = f"({inner}) {outer.operation.sign} {outer.b}", outer.value or 0
-    phrases = ["what is {}?", "compute {}.", "{}?", "evaluate {}."]
+    phrases = [
+        "what is {}?",
+        "compute {}.",
+        "{}?",
+        "please evaluate this: {}",
+        "can you evaluate this for me: {}?",
+        "how much is {}?",
+        "work out {}.",
+        "evaluate the sum {}.",
+        "give me the value of {}.",
+        "evaluate {}.",
+    ]
     script.ask(draw.phrase(phrases).format(expression))
     calculate(script, [f"The user wants {expression}.", "I do not guess."], [expression], [value])
     sentence = draw.any(ANSWERS).format(sum=expression, value=value)
@@ -305,6 +247,12 @@ def in_steps(script: Script) -> None:
                 "take {first}, then {then}.",
                 "compute {first}. Then {then}. What do you get?",
                 "start with {first} and {then}.",
+                "work out {first} first, then {then}.",
+                "first compute {first}, and then {then}.",
+                "begin with {first}. After that, {then}.",
+                "after {first}, {then}.",
+                "first {first}, then {then}: what is the result?",
+                "I have {first}. Now {then}.",
                 "first work out {first}, after that {then}.",
             ]
         ).format(first=first, then=then)

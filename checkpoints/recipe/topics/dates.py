@@ -50,6 +50,10 @@ def day_of_week(script: Script) -> None:
             "on which day of the week does {} fall?",
             "what weekday was or will be {}?",
             "tell me the weekday of {}.",
+            "is {} a Sunday or a Monday, or which day?",
+            "does {} fall on a Tuesday, on a Friday, or when?",
+            "is {} a Saturday?",
+            "was {} a Monday, or what day was it?",
             "is {} a Monday, a Tuesday, or what?",
         ]
     )
@@ -70,6 +74,11 @@ def days_on(script: Script) -> None:
         "which date is {count} days {side} {day}?",
         "what is the date {count} days {side} {day}?",
         "{count} days {side} {day}: which day is that?",
+        "find the date {count} days {side} {day}.",
+        "tell me the day that comes {count} days {side} {day}.",
+        "what day is it {count} days {side} {day}?",
+        "{count} days {side} {day} is which date?",
+        "find out what is {count} days {side} {day}.",
         "find the day that is {count} days {side} {day}.",
     ]
     side = "after" if after else "before"
@@ -95,6 +104,10 @@ def days_apart(script: Script) -> None:
             "how many days are there from {} to {}?",
             "count the days from {} to {}.",
             "how far apart are {} and {}, in days?",
+            "how many days pass from {} to {}?",
+            "from {} to {}, how many days pass?",
+            "how many days lie between {} and {}?",
+            "what is the number of days between {} and {}?",
             "how many days pass between {} and {}?",
         ]
     )
@@ -114,7 +127,15 @@ def no_calendar(script: Script) -> None:
     """A weekday is asked for, and there is no tool for it."""
     draw, day = script.draw, drawn_date(script.draw)
     question = draw.phrase(
-        ["what day of the week is {}?", "which weekday is {}?", "what weekday will be {}?"]
+        [
+            "what day of the week is {}?",
+            "which weekday is {}?",
+            "on which weekday will {} fall?",
+            "what weekday is {}?",
+            "tell me which day of the week {} is.",
+            "which day of the week will {} be?",
+            "what weekday will be {}?",
+        ]
     )
     script.ask(question.format(written(draw, day)))
     sentence = draw.any(

@@ -32,6 +32,11 @@ TABLES = (
             "what does the {} cost?",
             "what is the price of the {}?",
             "how much is the {}?",
+            "how much do I pay for one {}?",
+            "what must I give for the {}?",
+            "what do people pay for the {}?",
+            "tell me the price of the {}.",
+            "I buy the {}: how much is that?",
             "how much must I pay for the {}?",
         ),
         "The {key} costs {value}.",
@@ -44,6 +49,11 @@ TABLES = (
             "what is the phone number of {}?",
             "how can I call {}?",
             "which number does {} have?",
+            "give me the phone number of {}.",
+            "what number does {} have?",
+            "find the number of {}.",
+            "how do I reach {} by phone?",
+            "I want to call {}: which number is it?",
             "give me the number of {}.",
         ),
         "The number of {key} is {value}.",
@@ -56,6 +66,11 @@ TABLES = (
             "where does {} live?",
             "in which city does {} live?",
             "which city is {} in?",
+            "find out where {} lives.",
+            "find the home of {}.",
+            "what is the city of {}?",
+            "tell me the city where {} lives.",
+            "what city does {} live in?",
             "find the city of {}.",
         ),
         "{key} lives in {value}.",
@@ -68,6 +83,10 @@ TABLES = (
             "which colour has the {}?",
             "what colour is the {}?",
             "what is the colour of the {}?",
+            "tell me which colour the {} has.",
+            "give me the colour of the {}.",
+            "which colour does the {} have?",
+            "find the colour of the {}.",
             "tell me the colour of the {}.",
         ),
         "The {key} is {value}.",
@@ -80,6 +99,11 @@ TABLES = (
             "what is the code of the {}?",
             "which code does the {} have?",
             "look up the code for the {}.",
+            "the {} has which code?",
+            "there is a code for the {}. What is it?",
+            "every thing has a code. What code has the {}?",
+            "I need one code, that of the {}. Which is it?",
+            "give me the code of the {}.",
             "the {} has a code. Which one?",
         ),
         "The code of the {key} is {value}.",
@@ -92,6 +116,11 @@ TABLES = (
             "how do you say {} in that language?",
             "what is the word for {}?",
             "translate {}.",
+            "what word means the same as {}?",
+            "which word do they use for {}?",
+            "tell me the word for {}.",
+            "in that language, what means {}?",
+            "give me the word that stands for {}.",
             "which word means {}?",
         ),
         "The word for {key} is {value}.",
@@ -99,6 +128,7 @@ TABLES = (
 )
 UNKNOWN = "I looked for {}: not found."
 NOT_FOUND = "not found"
+MISSING = 0.25  # of the questions are about an entry that the table does not have
 
 
 def drawn_value(draw: Draw, kind: str) -> str | int:
@@ -135,7 +165,7 @@ def in_a_table(script: Script) -> None:
     entries = {key: drawn_value(draw, table.values) for key in keys[1:]}
     script.system(layout(draw, table.title, entries))
     for _ in range(draw.whole(1, 3)):
-        key = keys[0] if draw.chance(0.15) else draw.any(keys[1:])
+        key = keys[0] if draw.chance(MISSING) else draw.any(keys[1:])
         script.ask(draw.phrase(table.questions).format(key))
         if key in entries:
             value = entries[key]

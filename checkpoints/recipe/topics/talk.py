@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from checkpoints.recipe.draw import Draw
 from checkpoints.recipe.script import Script
-from checkpoints.recipe.topics import facts
+from checkpoints.recipe.topics import coding, facts
 from checkpoints.recipe.topics.arithmetic import calculator, drawn_sum
 from checkpoints.recipe.topics.services import SERVICES, declare
 from checkpoints.recipe.topics.words import CITIES, COLOURS, NAMES, NOUNS
@@ -33,18 +33,18 @@ def _tell(script: Script, known: Sequence[facts.Fact], thought: str) -> None:
 def python(script: Script) -> None:
     """What a name of Python means."""
     draw = script.draw
-    name = draw.any(list(facts.PYTHON))
-    script.ask(draw.phrase(facts.PYTHON_QUESTIONS).format(draw.any([name, name, f"`{name}`"])))
-    text = script.form.aloud(facts.PYTHON[name])
+    name = draw.any(list(coding.PYTHON))
+    script.ask(draw.phrase(coding.PYTHON_QUESTIONS).format(draw.any([name, name, f"`{name}`"])))
+    text = script.form.aloud(coding.PYTHON[name])
     script.say([f"The question is about {name}."], text)
 
 
 def snippet(script: Script) -> None:
     """A small function in Python."""
     draw = script.draw
-    task = draw.any(list(facts.SNIPPETS))
-    script.ask(draw.phrase(facts.SNIPPET_QUESTIONS).format(task))
-    code = f"```python\n{facts.SNIPPETS[task]}\n```"
+    task = draw.any(list(coding.SNIPPETS))
+    script.ask(draw.phrase(coding.SNIPPET_QUESTIONS).format(task))
+    code = f"```python\n{coding.SNIPPETS[task]}\n```"
     script.say([f"I write a function that {task}."], code)
 
 
@@ -90,28 +90,114 @@ def told_not_to_call(script: Script) -> None:
 
 MEMORIES = (
     (
-        ("my name is {}.", "I am {}.", "please call me {}.", "{} is my name."),
-        ("what is my name?", "who am I?", "do you remember my name?", "how am I called?"),
+        (
+            "my name is {}.",
+            "I am {}.",
+            "please call me {}.",
+            "I am called {}.",
+            "you can call me {}.",
+            "the name is {}.",
+            "{} is what people call me.",
+            "{} is my name.",
+        ),
+        (
+            "what is my name?",
+            "who am I?",
+            "do you remember my name?",
+            "what am I called?",
+            "which name did I tell you?",
+            "tell me my name.",
+            "how do people call me?",
+            "how am I called?",
+        ),
         "Your name is {}.",
     ),
     (
-        ("I live in {}.", "my home is {}.", "I am from {}.", "my city is {}."),
-        ("where do I live?", "which city am I from?", "what is my city?", "where is my home?"),
+        (
+            "I live in {}.",
+            "my home is {}.",
+            "I am from {}.",
+            "the city where I live is {}.",
+            "I come from {}.",
+            "{} is my home.",
+            "I live in a city: {}.",
+            "my city is {}.",
+        ),
+        (
+            "where do I live?",
+            "which city am I from?",
+            "what is my city?",
+            "which city is my home?",
+            "where am I at home?",
+            "in which city do I live?",
+            "tell me where I live.",
+            "where is my home?",
+        ),
         "You live in {}.",
     ),
     (
-        ("my favourite colour is {}.", "I like {} best.", "{} is the best colour."),
-        ("which colour do I like?", "what is my favourite colour?", "what colour is mine?"),
+        (
+            "my favourite colour is {}.",
+            "I like {} best.",
+            "my best colour is {}.",
+            "for me {} is best.",
+            "the colour that I like is {}.",
+            "{} is a colour that I love.",
+            "{} is the best colour.",
+        ),
+        (
+            "which colour do I like?",
+            "what is my favourite colour?",
+            "which of the colours is mine?",
+            "what colour did I tell you?",
+            "tell me my colour.",
+            "what is that colour of mine?",
+            "what colour is mine?",
+        ),
         "Your colour is {}.",
     ),
     (
-        ("my number is {}.", "remember the number {}.", "please keep {} in mind.", "note {}."),
-        ("what was the number?", "which number did I tell you?", "what is my number?"),
+        (
+            "my number is {}.",
+            "remember the number {}.",
+            "please keep {} in mind.",
+            "please note the number {}.",
+            "note that my number is {}.",
+            "the number is {}.",
+            "write down {}.",
+            "note {}.",
+        ),
+        (
+            "what was the number?",
+            "which number did I tell you?",
+            "tell me my number.",
+            "what number was it?",
+            "which number is mine?",
+            "what is the number that I told you?",
+            "what is my number?",
+        ),
         "The number is {}.",
     ),
     (
-        ("my password is {}.", "the secret word is {}.", "remember the word {}.", "keep {} safe."),
-        ("what was the word?", "which word did I tell you?", "what is the secret word?"),
+        (
+            "my password is {}.",
+            "the secret word is {}.",
+            "remember the word {}.",
+            "keep the word {} for me.",
+            "{} is the secret word.",
+            "please keep this word safe: {}.",
+            "my secret is {}.",
+            "keep {} safe.",
+        ),
+        (
+            "what was the word?",
+            "which word did I tell you?",
+            "tell me the secret word.",
+            "which word is the secret one?",
+            "what is my password?",
+            "what was my secret?",
+            "what is the secret word?",
+        ),
         "The word is {}.",
     ),
 )
@@ -124,7 +210,8 @@ def memory(script: Script) -> None:
     value = _remembered(draw, kind)
     said = draw.phrase(tell).format(value)
     script.user(said[0].upper() + said[1:])
-    script.say([f"I remember {value}."], draw.any(["I will remember that.", "Noted."]))
+    noted = draw.any(["I will remember that.", "Noted: I will remember it."])
+    script.say([f"I remember {value}."], noted, "remember")
     for _ in range(draw.whole(0, 2)):
         draw.any([manners, about_itself, python, unknown])(script)
     script.ask(draw.phrase(ask))
