@@ -18,7 +18,7 @@ from checkpoints.recipe.script import Conversation
 from k3jax.tokenizer import Tokenizer
 
 TRAIN_SEED, HELD_SEED = 1, 2
-TRAIN_CONVERSATIONS = 100_000
+TRAIN_CONVERSATIONS = 200_000
 HELD_CONVERSATIONS = 2000
 
 
