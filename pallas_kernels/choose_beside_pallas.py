@@ -46,7 +46,9 @@ def choose_beside_pallas(
 
     def run(*operands, narrow, stages):
         return launch.launch(
-            functools.partial(_kernel, tiles=tiles, narrow=narrow, choice=choice),
+            functools.partial(
+                _kernel, tiles=tiles, narrow=narrow, choice=choice | {"warps": tiles.warps}
+            ),
             *operands,
             name=NAME,
             grid=(count + pl.cdiv(weight.shape[0], tiles.features),),

@@ -233,7 +233,8 @@ class Items:
         def _():
             real = refs.live[row] != 0
             results = (refs.experts, refs.weights)
-            top_k_row(refs.logits, refs.bias, *results, row, real=real, **self.options)
+            options = self.options | {"warps": self.tiles.experts.warps}
+            top_k_row(refs.logits, refs.bias, *results, row, real=real, **options)
             self.control.publish(self.at.chosen)
 
     def up(self, item):
