@@ -75,10 +75,11 @@ def rank_config(mixers: tuple[Any, ...], ranks: int = 1) -> K3Config:
     )
 
 
-def run_layers(config: K3Config, impl: Impl, mesh: Mesh) -> Any:
+def run_layers(config: K3Config, impl: Impl, mesh: Mesh, *, tracing: bool = False) -> Any:
     """(caches, params, residual, plan) -> (caches, result) through all layers of the config.
 
-    The last result is the experts that each layer chose, i32[W, J] each.
+    With `tracing`, which is not what a step runs, the last result is the experts that each layer
+    chose, i32[W, J] each; else nothing.
     """
     kernels = layer_kernels(config, mesh.size, impl)
 
@@ -88,7 +89,6 @@ def run_layers(config: K3Config, impl: Impl, mesh: Mesh) -> Any:
         flags, health = jnp.zeros(plan.slots.shape, bool), jnp.uint32(0)
         done, chosen = [], []
         for index, cache in enumerate(caches):
-            # What else is traced has no reader, so XLA leaves it out: no launch more.
             residual, cache, *words, taps = layer_body(
                 params[index],
                 residual,
@@ -96,11 +96,11 @@ def run_layers(config: K3Config, impl: Impl, mesh: Mesh) -> Any:
                 plan,
                 graph=kernels.by_layer[index].graph,
                 starts_block=False,
-                tracing=True,
+                tracing=tracing,
                 ranks=mesh.size,
             )
             done.append(cache)
-            chosen.append(taps["router_experts"])
+            chosen += [taps["router_experts"]] if tracing else []
             flags, health = flags | words[0], health | words[1]
         return done, (residual, flags, health, chosen)
 
@@ -153,13 +153,21 @@ class Case:
             make_plan(self.kind, self.requests, self.rows, self.starts, context),
         )
 
-    def compile(self, params: list[Any]) -> timing.Program:
+    def compile(self, params: list[Any], *, tracing: bool = False) -> timing.Program:
         mesh = make_mesh(self.ranks)
         split = (list(cache_specs(self.config).layers), REPLICATED, REPLICATED)
         build = jax.jit(self.arrays, out_shardings=shardings(mesh, split))
         caches, residual, plan = build()
         sets = [(caches, params, residual, plan)]
-        return timing.compile_over(run_layers(self.config, self.impl, mesh), sets, carry=True)
+        run = run_layers(self.config, self.impl, mesh, tracing=tracing)
+        return timing.compile_over(run, sets, carry=True)
+
+    def count_experts(self, params: list[Any]) -> list[int]:
+        """How many distinct experts each layer's rows choose; of a decode step only."""
+        if self.kind != "decode":
+            return []
+        *_, chosen = self.compile(params, tracing=True).run()[0]
+        return [len(np.unique(np.asarray(layer))) for layer in chosen]
 
 
 class Measured(NamedTuple):
@@ -180,21 +188,19 @@ def measure_stack(cases: list[Case], progress: Progress) -> Iterator[Measured]:
     """Compile cases of one stack abreast, then time one after another; what fails is said."""
     params = make_params(cases[0].config, make_mesh(cases[0].ranks), 1000)
 
-    def build(case: Case) -> timing.Program | None:
+    def build(case: Case) -> tuple[timing.Program, list[int]] | None:
         with progress.case(case.title):
-            return case.compile(params)
+            return case.compile(params), case.count_experts(params)
         return None
 
     with ThreadPoolExecutor(8) as pool:
         built = list(zip(cases, pool.map(build, cases), strict=True))
-    for case, program in built:
+    for case, made in built:
         measured = None
-        if program is not None:
+        if made is not None:
+            program, experts = made
             with progress.case(case.title):
-                time = timing.device_times([program])[0]
-                *_, chosen = program.run()[0]
-                experts = [len(np.unique(np.asarray(layer))) for layer in chosen]
-                measured = Measured(case, time, experts)
+                measured = Measured(case, timing.device_times([program])[0], experts)
         if measured is not None:
             yield measured
 
