@@ -54,7 +54,7 @@ class Sizes:
 def mono_tiles(sizes: Sizes, *, exact: bool) -> MonoTiles:
     """Choose the items' sizes; `exact`: float32 products. Measured in benchmarks/RESULTS.md."""
     pairs = sizes.W * sizes.J
-    experts = moe_tiles(pairs, sizes.Z, sizes.I, exact=exact)
+    experts = moe_tiles(pairs, sizes.Z, exact=exact)
     if not exact:
         experts = dataclasses.replace(experts, prepare=True)  # whoever makes the latents prepares
     return MonoTiles(experts, rows=8 if sizes.W <= 8 else 16)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +24,7 @@ from pallas_kernels.activation import Activation, gated
 from pallas_kernels.health import BIT_EXPERT
 from pallas_kernels.loops import run_ahead, run_ring
 from pallas_kernels.moe_types import Mxfp4Bank
-from pallas_kernels.mxfp4 import GROUP, LANES, WORD
+from pallas_kernels.mxfp4 import GROUP, WORD, block_groups
 from pallas_kernels.mxfp4_pallas import (
     Decoder,
     blocks_of,
@@ -59,7 +60,7 @@ class MoeTiles:
     warps: int = 1
 
 
-def moe_tiles(pairs: int, latent: int, inner: int, *, exact: bool) -> MoeTiles:
+def moe_tiles(pairs: int, latent: int, *, exact: bool) -> MoeTiles:
     """Choose tiles for `pairs` (row, choice) pairs; `exact`: float32 products.
 
     Measured in benchmarks/RESULTS.md.
@@ -67,11 +68,10 @@ def moe_tiles(pairs: int, latent: int, inner: int, *, exact: bool) -> MoeTiles:
     if exact:
         return MoeTiles(16, 8, 1, 16, 16)
     if pairs <= 32:  # few programs: small ones, and no launch to prepare one or two rows
-        splits = 2 if latent % (2 * LANES * GROUP) == 0 else 1
+        splits = math.gcd(latent // (GROUP * block_groups(latent)), 4)
         columns = _columns(latent, 16, 4)
         return MoeTiles(8, 8 // splits, 2, columns, 16, prepare=False, splits=splits)
-    columns = _columns(latent, 16, 7 if pairs <= 128 else 28)
-    return MoeTiles(8, min(16, inner & -inner), 2, columns, 16)
+    return MoeTiles(8, 8, 2, _columns(latent, 16, 7), 16)
 
 
 def _columns(latent: int, step: int, most: int) -> int:
@@ -91,9 +91,8 @@ def moe_mxfp4_pallas(
     tiles: MoeTiles | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """See `pallas_kernels.moe_mxfp4`; W at most MOST_ROWS."""
-    latent, inner = z.shape[1], bank.w2.shape[2] * WORD
     exact = z.dtype == jnp.float32
-    tiles = tiles or moe_tiles(experts.size, latent, inner, exact=exact)
+    tiles = tiles or moe_tiles(experts.size, z.shape[1], exact=exact)
     operands = (z, experts, weights, bank.w13, bank.w13_scale, bank.w2, bank.w2_scale)
     run = functools.partial(_run, activation=activation, interpret=interpret)
     cuda_decoder, portable_decoder = decoders(z.dtype, interpret=interpret)
@@ -123,7 +122,7 @@ def _run(
         w13,
         w13_scale,
         name=UP_NAME,
-        grid=(pairs, inner // tiles.inner),
+        grid=(inner // tiles.inner, pairs),  # neighbors read neighboring weights
         out_shape=jax.ShapeDtypeStruct((pairs, inner), z.dtype),
         interpret=interpret,
         num_warps=tiles.warps,
@@ -203,7 +202,7 @@ def rows_of_expert(experts_ref, pair, expert_count, body, slots):
 
 
 def _up_kernel(*refs, **static):
-    up_tile(*refs, pair=pl.program_id(0), tile=pl.program_id(1), **static)
+    up_tile(*refs, pair=pl.program_id(1), tile=pl.program_id(0), **static)
 
 
 def _down_kernel(experts_ref, weights_ref, hidden_ref, w2_ref, *refs, **static):
