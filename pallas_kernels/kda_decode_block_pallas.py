@@ -5,24 +5,27 @@ With S the state after the replay, G_t the log decay summed over the new rows up
     L_ti = k_t . exp(G_t - G_i) k_i  (i < t),   A_ti = q_t . exp(G_t - G_i) k_i
     U = (I + diag(beta) L)^-1 diag(beta) (V - S (K exp(G))),   O = S (Q exp(G)) + A U
 
-With M = E (I + diag(beta) L)^-1 diag(beta), E = [I; A], U and O together are
+Without U these are offset + left S, where for the keys
 
-    [U; O] = M V + ([0; Q exp(G)] - M (K exp(G))) S = offset + left S
+    left_t = -beta_t (k_t exp(G_t) + sum_(i<t) L_ti left_i)
+    offset_t = beta_t (v_t - sum_(i<t) L_ti offset_i)
 
-`kda_decode_prepare` makes left and offset once a head, for they do not depend on the state; keys
-and queries are rows of one tile, keys first, so L and A are one product. `kda_decode` then meets
-every strip of the state with one product. Matrix products take float32 operands, which NVIDIA
-rounds to tf32. Source: Kimi Linear (arXiv 2510.26692).
+and for the queries, from the keys' rows, q_t exp(G_t) + sum_(i<=t) A_ti left_i and
+sum_(i<=t) A_ti offset_i.
+
+`kda_decode_prepare` makes them once a head, for they do not depend on the state; L and A are one
+product. `kda_decode` then meets every strip of the state with one product. Matrix products take
+float32 operands, which NVIDIA rounds to tf32. Source: Kimi Linear (arXiv 2510.26692).
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental import pallas as pl
 
 from pallas_kernels.kda_math import Maths
 from pallas_kernels.kda_rows_pallas import (
@@ -45,10 +48,10 @@ from pallas_kernels.kda_types import TAPS, KdaCache, KdaRows, KdaWeights, most_r
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class BlockParts:
-    """What the block does to any state; N keys, then N queries."""
+    """What the block does to any state; N keys, then N queries; undefined beyond the new rows."""
 
     left: jax.Array  # f32[B, H, 2N, K] what meets the state
-    offset: jax.Array  # f32[B, H, 2N, V] what is added; NaN in a row that has one anywhere
+    offset: jax.Array  # f32[B, H, 2N, V] what is added
 
 
 def _dot(left: jax.Array, right: jax.Array, contract: tuple[int, int] = (1, 0)) -> jax.Array:
@@ -62,67 +65,80 @@ def _dot(left: jax.Array, right: jax.Array, contract: tuple[int, int] = (1, 0)) 
     )
 
 
-def _finite(x: jax.Array) -> jax.Array:
-    """Replace NaN and infinities by zero."""
-    return jnp.where(x * 0.0 == 0.0, x, 0.0)
+def _convolve(
+    place: Place,
+    rows: KdaRows,
+    weights: KdaWeights,
+    cache: KdaCache,
+    column: jax.Array,  # i32[X]
+    valid: jax.Array | None,
+) -> tuple[list[jax.Array], Callable[[Maths], list[jax.Array]]]:
+    """Start the loads: (the new rows as they came, SiLU of the convolution, f32[X] a row)."""
+    new = [(place.request, row, column) for row in range(rows.qkv.shape[1])]
+    fresh = [read_raw(rows.qkv, at, masked(at, valid)) for at in new]
+    factors = taps(weights, column, valid)
+    past = []
+    for offset in range(1 - TAPS, 0):
+        at = (place.slot, place.ring_row(offset), column)
+        past.append(read_raw(cache.conv, at, masked(at, place.start + offset >= 0, valid)))
+
+    def mix(maths: Maths) -> list[jax.Array]:
+        wide = [raw.astype(jnp.float32) for raw in (*past, *fresh)]
+        mixed = []
+        for row in range(len(fresh)):
+            total = wide[row] * factors[0]
+            for tap in range(1, TAPS):
+                total = maths.fma(wide[row + tap], factors[tap], total)
+            mixed.append(silu(total, maths))
+        return mixed
+
+    return fresh, mix
 
 
-class _Convolution:
-    """SiLU of the convolution for a tile of rows; constructing it starts the loads."""
-
-    def __init__(
-        self,
-        place: Place,
-        rows: KdaRows,
-        weights: KdaWeights,
-        cache: KdaCache,
-        time: jax.Array,  # i32[R, 1] row among the new ones
-        column: jax.Array,  # i32[R, X] or [1, X]
-        valid: jax.Array | None,
-    ):
-        here = time < rows.qkv.shape[1]
-        self._terms = []
-        for tap, factor in enumerate(taps(weights, column, valid)):
-            source = time + (tap - TAPS + 1)
-            at = (place.request, source, column)
-            raw = [read_raw(rows.qkv, at, masked(at, here & (source >= 0), valid))]
-            if tap < TAPS - 1:
-                past = here & (source < 0) & (place.start + source >= 0)
-                at = (place.slot, place.ring_row(source), column)
-                raw.append(read_raw(cache.conv, at, masked(at, past, valid)))
-            self._terms.append((raw, factor))
-
-    @property
-    def raw(self) -> jax.Array:
-        """The new rows as they came."""
-        return self._terms[-1][0][0]
-
-    def result(self, maths: Maths) -> jax.Array:
-        """f32[R, X], zero in rows that do not count."""
-        terms = [
-            sum(part.astype(jnp.float32) for part in raw) * factor for raw, factor in self._terms
-        ]
-        return silu(sum(terms[1:], terms[0]), maths)
-
-
-def _solve(pairs: jax.Array, beta: jax.Array, is_key: jax.Array, time: jax.Array) -> jax.Array:
-    """E (I + diag(beta) L)^-1, f32[2N, 2N], from the products [L; A]; its right half is zero.
-
-    L's power N is zero, so the inverse is (I - P)(I + P^2)(I + P^4)...
-    """
-    size = pairs.shape[0]
+def _stack(vectors: list[jax.Array], size: int) -> jax.Array:
+    """A tile f32[size, X] of vectors [X], zero below them."""
     row = lax.broadcasted_iota(jnp.int32, (size, 1), 0)
-    column = lax.broadcasted_iota(jnp.int32, (1, size), 1)
-    power = jnp.where(is_key & (column < row), beta * pairs, 0.0)
-    mixing = jnp.where(column <= time, pairs, 0.0)
-    result = jnp.where(is_key, jnp.where(row == column, 1.0, 0.0), mixing)
-    result -= _dot(result, power)
-    order = 2
-    while order < size // 2:
-        power = _dot(power, power)
-        result += _dot(result, power)
-        order *= 2
-    return result
+    tile = jnp.zeros((size, vectors[0].size), jnp.float32)
+    for number, vector in enumerate(vectors):
+        tile = jnp.where(row == number, vector[None, :], tile)
+    return tile
+
+
+def _pick(tile: jax.Array, number: int, axis: int) -> jax.Array:
+    """One index of an axis: no instruction where a thread holds all of it.
+
+    The zeros are negative, for the compiler may leave out their addition.
+    """
+    shape = [1] * tile.ndim
+    shape[axis] = tile.shape[axis]
+    index = lax.broadcasted_iota(jnp.int32, shape, axis)
+    return jnp.sum(jnp.where(index == number, tile, -0.0), axis=axis)
+
+
+def _eliminate(
+    keys: list[jax.Array],  # f32[X] of every row
+    queries: list[jax.Array],  # f32[X]
+    pairs: jax.Array,  # f32[2N, 2N] [-L; A] in its left half
+    rates: list[jax.Array],  # f32[] beta before the sigmoid
+    maths: Maths,
+) -> tuple[list[jax.Array], list[jax.Array]]:
+    """(x_t = beta_t (key_t - sum_(i<t) L_ti x_i), query_t + sum_(i<=t) A_ti x_i), float32.
+
+    A thread has a channel of all rows, so a NaN reaches its own row and those after it.
+    """
+    size, width = pairs.shape[0], keys[0].size
+    wide = jnp.broadcast_to(pairs[:, :, None], (size, size, width))
+    columns = [_pick(wide, number, 1) for number in range(len(keys))]
+    solved: list[jax.Array] = []
+    mixed = []
+    for row, (total, result, rate) in enumerate(zip(keys, queries, rates, strict=True)):
+        for known, column in zip(solved, columns, strict=False):
+            total = maths.fma(_pick(column, row, 0), known, total)
+        solved.append(maths.sigmoid(jnp.broadcast_to(rate, (width,))) * total)
+        for known, column in zip(solved, columns, strict=False):
+            result = maths.fma(_pick(column, size // 2 + row, 0), known, result)
+        mixed.append(result)
+    return solved, mixed
 
 
 def _rows(half: int) -> tuple[jax.Array, jax.Array]:
@@ -146,77 +162,73 @@ def prepare_kernel(
     lower_bound: float | None,
     maths: Maths,
 ):
-    """Write the parts, and all of the new rows that the cache keeps but their updates."""
+    """Write the parts, and all of the new rows that the cache keeps but their updates.
+
+    A vector of a row has a channel a thread: whatever goes from row to row stays in registers, and
+    threads meet in the norm and in the product alone.
+    """
     place = locate(slots, starts, None, cache, value_tile, key_tile)
-    request, head, key_dim = place.request, place.head, place.dims[2]
-    dtype, valid, value_valid = rows.qkv.dtype, place.key_valid, place.value_valid(1)
-    is_key, time = _rows(half)
-    here = time < rows.qkv.shape[1]
-    column = jnp.where(is_key, place.key_column, place.query_column)
-    mixed = _Convolution(place, rows, weights, cache, time, column, valid)
-    # Values stand beside keys and queries: a product takes as many rows, and a NaN reaches both.
-    row = lax.broadcasted_iota(jnp.int32, (2 * half, 1), 0)
-    value_column = place.value_column(1)
-    values = _Convolution(place, rows, weights, cache, time, value_column, value_valid)
-    channel = place.query_column
-    decay_at = (request, time, channel)
-    projection = read_raw(rows.decay, decay_at, masked(decay_at, here, valid))
+    request, head, (heads, value_dim, key_dim) = place.request, place.head, place.dims
+    new, dtype = rows.qkv.shape[1], rows.qkv.dtype
+    key = lax.iota(jnp.int32, key_tile)
+    value = lax.iota(jnp.int32, value_tile)
+    valid = None if key_dim == key_tile else key < key_dim
+    value_valid = None if value_dim == value_tile else value < value_dim
+    channel = head * key_dim + key
+    columns = (
+        (channel, valid),
+        (heads * key_dim + channel, valid),
+        (2 * heads * key_dim + head * value_dim + value, value_valid),
+    )
+    loaded = [_convolve(place, rows, weights, cache, *column) for column in columns]
+    projections = [read_raw(rows.decay, (request, row, channel), valid) for row in range(new)]
     bias = read_raw(weights.dt_bias, (channel,), valid)
-    row_across = lax.broadcasted_iota(jnp.int32, (1, 2 * half), 1)
-    time_across = row_across & (half - 1)
-    is_row = time_across < rows.qkv.shape[1]
-    beta = read(rows.beta, (request, time, head), here)
-    beta_across = read(rows.beta, (request, time_across, head), is_row)
+    rates = [rows.beta[request, row, head].astype(jnp.float32) for row in range(new)]
     a_log = weights.a_log[head]
 
-    def inner():
-        normed = l2_normalize(mixed.result(maths), 1, maths)
-        value = values.result(maths).astype(dtype).astype(jnp.float32)
-        decay = log_decay(projection, bias, a_log, lower_bound, maths)
-        return normed, value, decay, maths.sigmoid(beta), maths.sigmoid(beta_across)
+    queries, keys, values = (mix(maths) for _, mix in loaded)
+    values = [each.astype(dtype).astype(jnp.float32) for each in values]
+    decays = [log_decay(each, bias, a_log, lower_bound, maths) for each in projections]
+    size = 1 << (2 * new - 1).bit_length()
+    normed = l2_normalize(_stack([*keys, *queries], size), 1, maths)
+    keys = [_pick(normed, row, 0).astype(dtype) for row in range(new)]
+    queries = [_pick(normed, new + row, 0) * key_dim**-0.5 for row in range(new)]
+    left_keys, left_queries, right_keys = [], [], []
+    total = jnp.zeros(key.shape, jnp.float32)
+    for rounded, query, decay in zip(keys, queries, decays, strict=True):
+        total += decay
+        grown, wide = maths.exp(total), rounded.astype(jnp.float32)
+        left_keys.append(-wide * grown)
+        left_queries.append(query * grown)
+        right_keys.append(wide * maths.exp(-total))
+    empty = [jnp.zeros(key.shape, jnp.float32)] * (half - new)
+    left = _stack([*left_keys, *empty, *left_queries], 2 * half)
+    right = _stack(right_keys, 2 * half)
+    # Out of one array: XLA would make every row of a transposed tile in a layout of the tile's own.
+    side = lax.broadcasted_iota(jnp.int32, (2, 1, 1), 0)
+    both = jnp.where(side == 0, left[None], right[None])
+    # Always so; Triton walks from a product over all of its block, in time quadratic in its size.
+    pairs = lax.cond(
+        place.slot >= 0,
+        lambda: _dot(_pick(both, 0, 0), _pick(both, 1, 0), (1, 1)),
+        lambda: jnp.zeros((2 * half, 2 * half), jnp.float32),
+    )
 
-    # Triton would compute all this once more in each layout that a product wants, from converted
-    # loads; it does not look through a branch. A null request takes zeros.
-    empty = [jnp.zeros(leaf.shape, leaf.dtype) for leaf in jax.eval_shape(inner)]
-    normed, value, decay, beta, beta_across = lax.cond(place.slot > 0, inner, lambda: tuple(empty))
-    key = normed.astype(dtype)
-    inputs = jnp.where(is_key, key.astype(jnp.float32), normed * key_dim**-0.5)
-    decay = jnp.where(here if valid is None else here & valid, decay, 0.0)
-    # A product would carry a NaN of one row into the others: such rows are run as zeros, and
-    # their own results are NaN.
-    taint = jnp.sum((inputs + decay) * 0.0, axis=1, keepdims=True) + beta * 0.0
-    taint += jnp.sum(value * 0.0, axis=1, keepdims=True)
-    inputs, finite_decay, beta = (_finite(part) for part in (inputs, decay, beta))
-    by_key = jnp.where(is_key, finite_decay, 0.0)
-    sums = lax.cumsum(finite_decay, axis=0)
-    sums -= jnp.where(is_key, 0.0, jnp.sum(by_key, axis=0)[None, :])
-    grown = maths.exp(sums)
-    left = inputs * grown
-    pairs = _dot(left, jnp.where(is_key, inputs / grown, 0.0), (1, 1))
-    solved = _solve(pairs, beta, is_key, time) * _finite(beta_across)
-    value = _finite(value)
-    at = (request, head, row)
-
-    # Always so; behind a branch these products change no layout before it, at 128 registers
-    # instead of 150.
-    @pl.when(place.slot >= 0)
-    def meet():
-        identity = jnp.where((row == row_across) & ~is_key, 1.0, 0.0)
-        store(parts.left, (*at, place.key), _dot(identity - solved, left), valid)
-        offset = _dot(solved, value) + taint
-        store(parts.offset, (*at, place.value(1)), offset, value_valid)
-
-    # Rows that are not written have an index of their own: interpreted, a masked store writes back
-    # what it found.
-    ring, nowhere = place.ring_row(time), 2 * place.ring + row
-    new_key = is_key & here
-    key_at = (place.slot, jnp.where(new_key, ring, nowhere), head, place.key)
-    store(after.pending.key, key_at, key, new_key, valid)
-    store(after.pending.decay, key_at, decay, new_key, valid)
-    raw_at = (place.slot, jnp.where(here, ring, nowhere), column)
-    store(after.conv, raw_at, mixed.raw, here, valid)
-    value_at = (place.slot, jnp.where(new_key, ring, nowhere), value_column)
-    store(after.conv, value_at, values.raw, new_key, value_valid)
+    nothing = [jnp.zeros(value.shape, jnp.float32)] * new
+    for ref, column, mask, own_keys, own_queries in (
+        (parts.left, key, valid, left_keys, left_queries),
+        (parts.offset, value, value_valid, values, nothing),
+    ):
+        solved, mixed = _eliminate(own_keys, own_queries, pairs, rates, maths)
+        for row in range(new):
+            store(ref, (request, head, row, column), solved[row], mask)
+            store(ref, (request, head, half + row, column), mixed[row], mask)
+    for row in range(new):
+        at = (place.slot, place.ring_row(row))
+        store(after.pending.key, (*at, head, key), keys[row], valid)
+        store(after.pending.decay, (*at, head, key), decays[row], valid)
+        for (fresh, _), (column, mask) in zip(loaded, columns, strict=True):
+            store(after.conv, (*at, column), fresh[row], mask)
 
 
 def _replayed_state(place: Place, cache: KdaCache, maths: Maths) -> jax.Array:
@@ -285,6 +297,7 @@ def apply_kernel(
     is_key, time = _rows(size // 2)
     here = time < rows.qkv.shape[1]
     row = lax.broadcasted_iota(jnp.int32, (size, 1), 0)
+    scale = read_raw(weights.o_norm, (place.value(1),), value_valid)
     state = _replayed_state(place, cache, maths)
     at = (request, head, row)
     left = read_raw(parts.left, (*at, place.key), masked((row, place.key), place.key_valid))
@@ -298,7 +311,6 @@ def apply_kernel(
     out_column = place.out_column(1)
     gate_at = (request, time, out_column)
     gate = read(rows.gate, gate_at, masked(gate_at, new_query, value_valid))
-    scale = read_raw(weights.o_norm, (place.value(1),), value_valid)
     out, squares = finish(place, both, gate, scale, norm_eps, (1,), maths)
     bad = jnp.sum(jnp.where(here, out * 0.0, 0.0)) != 0.0
     query_row = jnp.where(new_query, time, nowhere)

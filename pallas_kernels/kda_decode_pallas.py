@@ -29,7 +29,6 @@ NAME = "kda_decode"
 # holds exp(+-80) with room for the keys.
 STRONGEST_SUM = 80.0
 DOT_ROWS = 16  # the fewest rows of a matrix product
-PREPARE_WARPS = 8
 # Without the norm, strips: as narrow as leaves no more programs than run at once.
 BLOCK_STRIPS, BLOCK_PROGRAMS = (32, 64), 264
 STEPS_STRIPS, STEPS_PROGRAMS = (16, 32), 264
@@ -101,6 +100,7 @@ def _block(
     tiles: DecodeTiles,
     lower_bound: float | None,
     maths: Maths,
+    lanes: int,
     interpret: bool,
     **options: Any,
 ) -> tuple[jax.Array, jax.Array, jax.Array, KdaCache]:
@@ -128,7 +128,7 @@ def _block(
         grid=(1, heads, lead[0]),
         out_shape=(parts, results[-1]),
         interpret=interpret,
-        num_warps=PREPARE_WARPS,
+        num_warps=max(1, tiles.key // lanes),
         aliases=_in_place(first, cache, len(jax.tree.leaves(parts))),
     )
     given = (*operands, parts, cache)
@@ -220,7 +220,7 @@ def kda_decode_pallas(
     ) -> tuple[jax.Array, jax.Array, jax.Array, KdaCache]:
         given = (operands[:-1], operands[-1], results)
         if tiles.form == "block":
-            return _block(*given, maths=maths, **options)
+            return _block(*given, maths=maths, lanes=lanes, **options)
         return _steps(*given, maths=maths, lanes=lanes, **options)
 
     out, squares, broken, cache = launch.by_platform(
