@@ -100,7 +100,8 @@ def run_layers(config: K3Config, impl: Impl, mesh: Mesh, *, tracing: bool = Fals
                 ranks=mesh.size,
             )
             done.append(cache)
-            chosen += [taps["router_experts"]] if tracing else []
+            if tracing:
+                chosen.append(taps["router_experts"])
             flags, health = flags | words[0], health | words[1]
         return done, (residual, flags, health, chosen)
 

@@ -119,7 +119,7 @@ def _eliminate(
     keys: list[jax.Array],  # f32[X] of every row
     queries: list[jax.Array],  # f32[X]
     pairs: jax.Array,  # f32[2N, 2N] [-L; A] in its left half
-    rates: list[jax.Array],  # f32[] beta before the sigmoid
+    betas: list[jax.Array],  # f32[] before the sigmoid
     maths: Maths,
 ) -> tuple[list[jax.Array], list[jax.Array]]:
     """(x_t = beta_t (key_t - sum_(i<t) L_ti x_i), query_t + sum_(i<=t) A_ti x_i), float32.
@@ -131,10 +131,10 @@ def _eliminate(
     columns = [_pick(wide, number, 1) for number in range(len(keys))]
     solved: list[jax.Array] = []
     mixed = []
-    for row, (total, result, rate) in enumerate(zip(keys, queries, rates, strict=True)):
+    for row, (total, result, beta) in enumerate(zip(keys, queries, betas, strict=True)):
         for known, column in zip(solved, columns, strict=False):
             total = maths.fma(_pick(column, row, 0), known, total)
-        solved.append(maths.sigmoid(jnp.broadcast_to(rate, (width,))) * total)
+        solved.append(maths.sigmoid(jnp.broadcast_to(beta, (width,))) * total)
         for known, column in zip(solved, columns, strict=False):
             result = maths.fma(_pick(column, size // 2 + row, 0), known, result)
         mixed.append(result)
@@ -183,7 +183,7 @@ def prepare_kernel(
     loaded = [_convolve(place, rows, weights, cache, *column) for column in columns]
     projections = [read_raw(rows.decay, (request, row, channel), valid) for row in range(new)]
     bias = read_raw(weights.dt_bias, (channel,), valid)
-    rates = [rows.beta[request, row, head].astype(jnp.float32) for row in range(new)]
+    betas = [rows.beta[request, row, head].astype(jnp.float32) for row in range(new)]
     a_log = weights.a_log[head]
 
     queries, keys, values = (mix(maths) for _, mix in loaded)
@@ -207,7 +207,8 @@ def prepare_kernel(
     # Out of one array: XLA would make every row of a transposed tile in a layout of the tile's own.
     side = lax.broadcasted_iota(jnp.int32, (2, 1, 1), 0)
     both = jnp.where(side == 0, left[None], right[None])
-    # Always so; Triton walks from a product over all of its block, in time quadratic in its size.
+    # The condition always holds. It gives the product a block of its own: Triton looks from a
+    # product over its whole block, and took more than twice as long to compile all of this.
     pairs = lax.cond(
         place.slot >= 0,
         lambda: _dot(_pick(both, 0, 0), _pick(both, 1, 0), (1, 1)),
@@ -219,7 +220,7 @@ def prepare_kernel(
         (parts.left, key, valid, left_keys, left_queries),
         (parts.offset, value, value_valid, values, nothing),
     ):
-        solved, mixed = _eliminate(own_keys, own_queries, pairs, rates, maths)
+        solved, mixed = _eliminate(own_keys, own_queries, pairs, betas, maths)
         for row in range(new):
             store(ref, (request, head, row, column), solved[row], mask)
             store(ref, (request, head, half + row, column), mixed[row], mask)

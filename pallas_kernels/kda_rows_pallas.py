@@ -102,16 +102,6 @@ class Place:
     def key_valid(self) -> jax.Array | None:
         return None if self.dims[2] == self.key_tile else self.key < self.dims[2]
 
-    @property
-    def query_column(self) -> jax.Array:
-        """Where the projection holds the head's queries: i32[1, K]."""
-        return self.head * self.dims[2] + self.key
-
-    @property
-    def key_column(self) -> jax.Array:
-        heads, _, key_dim = self.dims
-        return heads * key_dim + self.query_column
-
     def value(self, axis: int) -> jax.Array:
         """The strip's values along `axis` of two."""
         shape = (self.strip, 1) if axis == 0 else (1, self.strip)
@@ -120,10 +110,6 @@ class Place:
     def value_valid(self, axis: int) -> jax.Array | None:
         size = self.dims[1]
         return None if size % self.strip == 0 else self.value(axis) < size
-
-    def value_column(self, axis: int) -> jax.Array:
-        heads, _, key_dim = self.dims
-        return 2 * heads * key_dim + self.out_column(axis)
 
     def out_column(self, axis: int) -> jax.Array:
         return self.head * self.dims[1] + self.value(axis)

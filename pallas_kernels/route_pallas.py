@@ -15,7 +15,7 @@ from pallas_kernels.moe_reference import SUM_EPS
 NAME = "route_top_k"
 LOWEST, HIGHEST = -(2**31), 2**31 - 1
 WARPS = 4  # of 896 experts each lane holds seven: few enough to sort, few warps to agree
-WIDTH = 128  # keys that stand side by side: those of a warp are 32, or more in one a lane
+WIDTH = 128  # keys in one array: a lane has one of them with four warps, four with one
 
 
 def top_k_pallas(
@@ -107,7 +107,7 @@ def _scores(logits_ref, bias_ref, row, warps):
     """Return lists of keys and experts, i32[warps, keys] each, ascending by expert in a column.
 
     A key is the integer of a biased score's order, so that a score of NaN lies below all others and
-    what is taken, or beyond the experts, below that. A warp's experts follow the last warp's.
+    what is taken, or beyond the experts, below that. Each warp's experts follow those of the warp before.
     """
     count, shape = bias_ref.shape[0], (warps, WIDTH // warps)
     pieces = pl.cdiv(count, WIDTH)

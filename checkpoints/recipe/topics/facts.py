@@ -1,4 +1,4 @@
-"""What k3-nano knows by heart: itself, and some manners."""
+"""What k3-nano knows by heart: itself, some manners, and how to say that it does not know."""
 
 from __future__ import annotations
 
