@@ -84,19 +84,30 @@ def test_only_an_end_follows_a_whole_text():
     assert matcher.is_complete
 
 
-@pytest.mark.parametrize("form", [INTEGER, json.dumps(INTEGER)])
-def test_blanks_end(form):
-    """A model that is unsure cannot go on with blanks for ever."""
-    grammar = constrain_text(Form("json_schema", form))
-    (blank,) = TOKENIZER.encode(" ")
-    matcher = GUIDES.matcher(grammar)
-    matcher.advance(TOKENIZER.encode('{"a":'))
-    blanks = 0
-    while blank in allowed(matcher):
-        matcher.advance([blank])
-        blanks += 1
-    assert 2 < blanks < 100
-    assert accepts(grammar, TOKENIZER.encode('{\n\t"a": 1\n}'))
+NESTED = {
+    "type": "object",
+    "properties": {
+        "a": {"type": "array", "items": {"type": "integer"}},
+        "b": {"const": {"x": [1, 2], "y": "p, q: r"}},
+        "c": {"type": "object"},
+    },
+    "required": ["a", "b", "c"],
+}
+
+
+@pytest.mark.parametrize("schema", [NESTED, json.dumps(NESTED), {"type": "object"}])
+def test_json_stands_on_one_line_with_a_blank_after_a_sign_at_most(schema):
+    """A model that is unsure cannot lose itself in blanks."""
+    grammar = constrain_text(Form("json_schema", schema))
+    value = {"a": [1, 2], "b": {"x": [1, 2], "y": "p, q: r"}, "c": {"d": [], "e": {"f": None}}}
+    said, compact = json.dumps(value), json.dumps(value, separators=(",", ":"))
+    for good in (said, compact, said.replace('": ', '":'), compact.replace('":', '": ')):
+        assert accepts(grammar, TOKENIZER.encode(good))
+    more = [said.replace(sign, sign + blank, 1) for sign in "{[,:" for blank in " \n\t"]
+    more += [said.replace(sign, " " + sign, 1) for sign in ":,]}"]
+    for bad in (*more, json.dumps(value, indent=1), f" {said}", f"{said} "):
+        assert json.loads(bad) == value
+        assert not accepts(grammar, TOKENIZER.encode(bad))
 
 
 def test_a_token_that_is_not_allowed_is_an_error():
@@ -204,6 +215,22 @@ def test_calls(calls, good, thinking):
     grammar = constrain_message(TOKENIZER, thinking=thinking, calls=Calls(TOOLS))
     said = answer_ids(content="", reasoning_content="Hm", tool_calls=calls, thinking=thinking)
     assert accepts(grammar, said) is good
+
+
+@pytest.mark.parametrize("name", ["weather", "free"])
+@pytest.mark.parametrize(
+    ("value", "good"),
+    [('{"x": 1}', True), ('{"x":1}', True), ('{"x":  1}', False), ('{\n"x": 1}', False)],
+)
+def test_json_in_a_call_stands_on_one_line(name, value, good):
+    options = ChatOptions(thinking=False)
+    calls = [call(name, city="B", where={"x": 1})]
+    segments = render([{"role": "assistant", "tool_calls": calls}], None, options)
+    assert segments.count(('{"x": 1}', False)) == 1
+    said = [(value, False) if text == '{"x": 1}' else (text, sign) for text, sign in segments]
+    opening = len(encode(TOKENIZER, render([], None, options)))
+    grammar = constrain_message(TOKENIZER, thinking=False, calls=Calls(TOOLS))
+    assert accepts(grammar, encode(TOKENIZER, said)[opening:-opening]) is good
 
 
 def test_one_call_only():

@@ -16,8 +16,15 @@ from llguidance import LLMatcher, grammar_from
 from k3jax.tokenizer import Tokenizer
 
 FORMS = ("json_schema", "regex", "choice", "grammar")
-# Between JSON's signs, at most: a model that is unsure what to say would write blanks for ever.
-_BLANKS = {"x-guidance": {"whitespace_pattern": r"[ \n\t]{1,40}"}}
+# JSON on one line, compact or with a blank after commas and colons, as writers of JSON make it: a
+# model that is unsure what to say loses itself in any more blanks. Regular expressions.
+_ONE_LINE = {
+    "x-guidance": {
+        "whitespace_flexible": False,
+        "item_separator": ", ?",
+        "key_separator": ": ?",
+    }
+}
 _JSON_TYPES = ("number", "boolean", "null", "object", "array")
 
 
@@ -34,7 +41,7 @@ class Form:
         """The form as llguidance's grammar object; ValueError if it is not one."""
         if self.kind == "json_schema":
             schema = json.loads(self.value) if isinstance(self.value, str) else self.value
-            return {"json_schema": {**_BLANKS, **schema} if isinstance(schema, dict) else schema}
+            return {"json_schema": {**_ONE_LINE, **schema} if isinstance(schema, dict) else schema}
         if self.kind == "regex":
             (rules,) = json.loads(LLMatcher.grammar_from_regex(self.value))["grammars"]
             return rules
@@ -164,7 +171,7 @@ def _value(tags: _Tags, schema: Any, shared: Mapping[str, Any]) -> str:
 
 def _json(schema: Mapping[str, Any]) -> str:
     """A Lark rule of JSON that fits a schema."""
-    return f"%json {json.dumps({**_BLANKS, **schema})}"
+    return f"%json {json.dumps({**_ONE_LINE, **schema})}"
 
 
 def _any_value(tags: _Tags) -> str:
