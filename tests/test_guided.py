@@ -240,6 +240,23 @@ def test_one_call_only():
     assert not accepts(grammar, answer_ids(thinking=False, tool_calls=calls))
 
 
+@pytest.mark.parametrize("thinking", [False, True])
+@pytest.mark.parametrize("form", [None, Form("json_schema", {"type": "object"})])
+def test_a_message_without_calls(form, thinking):
+    """Nothing is asked but that there be no call: not even thinking may open anything."""
+    grammar = constrain_message(TOKENIZER, thinking=thinking, form=form)
+    said = {"content": "{}", "reasoning_content": "<|open|>tools", "thinking": thinking}
+    assert accepts(grammar, answer_ids(**said))
+    assert not accepts(grammar, answer_ids(**said, tool_calls=[call("free")]))
+    matcher = GUIDES.matcher(grammar)
+    opens, tags = TOKENIZER.control("<|open|>"), 0
+    for token in answer_ids(**said):
+        assert (opens in allowed(matcher)) == (token == opens)
+        tags += token == opens
+        matcher.advance([token])
+    assert tags == thinking  # response
+
+
 @pytest.mark.parametrize("seed", range(8))
 @pytest.mark.parametrize("thinking", [False, True])
 def test_whatever_is_sampled_under_a_mask_parses(seed, thinking):

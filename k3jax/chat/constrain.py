@@ -73,6 +73,8 @@ def constrain_message(
 ) -> str:
     """A grammar of an assistant's message: its response in a form, or with calls.
 
+    Without `calls` there can be none.
+
     Raises ValueError if the form cannot be read or the tokenizer lacks the control tokens.
     """
     tags = _Tags(tokenizer)

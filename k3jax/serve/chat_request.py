@@ -158,7 +158,8 @@ class ChatRequest(GenerationRequest):
             raise bad_request("top_logprobs goes with logprobs = true only", "top_logprobs")
         if self.must_call and not self.callable_tools:
             raise bad_request("tool_choice asks for a call of a tool that is not declared", "tools")
-        if self.must_call and (self.ignore_eos or self.min_tokens):
+        held = self.must_call or self.must_not_call
+        if held and (self.ignore_eos or self.min_tokens):
             raise bad_request("ignore_eos and min_tokens do not go with tool_choice", "tool_choice")
 
     @property
@@ -171,6 +172,15 @@ class ChatRequest(GenerationRequest):
     def must_call(self) -> bool:
         """Whether the answer must hold a call."""
         return self.tool_choice == "required" or isinstance(self.tool_choice, NamedTool)
+
+    @property
+    def must_not_call(self) -> bool:
+        """Whether the answer must hold no call, though there are tools."""
+        return self.tool_choice == "none" and bool(self.declared_tools)
+
+    @property
+    def is_held(self) -> bool:
+        return super().is_held or self.calls is not None or self.must_not_call
 
     @property
     def callable_tools(self) -> list[dict[str, Any]]:

@@ -61,7 +61,8 @@ WORDS = {
     "format": "as response_format; of a JSON schema, schema stands beside type",
     "tools": "functions that the model may call",
     "ChatMessage.tools": "functions that a system message adds",
-    "tool_choice": "none, auto, required (at least one call), or the function that must be called",
+    "tool_choice": "none (the answer can hold no call), auto, required (at least one call), or the "
+    "function that must be called",
     "parallel_tool_calls": "false: one call in an answer at most",
     "parameters": "a JSON schema of the arguments",
     "description": "what the function does, for the model",

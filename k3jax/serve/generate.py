@@ -117,8 +117,7 @@ class Generate:
         self._check_ids(body.stop_token_ids or (), "stop_token_ids")
         self._check_ids([int(token) for token in body.logit_bias or ()], "logit_bias")
         info = self._client.ready_info()
-        constrained = body.form or (isinstance(body, ChatRequest) and body.calls)
-        if constrained and not info.guided:
+        if body.is_held and not info.guided:
             raise not_offered("constrained output", "response_format")
 
     def _check_model(self, name: str | None) -> None:
@@ -158,8 +157,8 @@ class Generate:
             raise bad_request(str(error), "messages") from error
 
     async def _message_grammar(self, body: ChatRequest) -> str | None:
-        """The grammar of a chat's answer, if anything is asked of its form."""
-        if body.form is None and body.calls is None:
+        """The grammar of a chat's answer, if it is held to one."""
+        if not body.is_held:
             return None
         return await self._grammar(
             partial(

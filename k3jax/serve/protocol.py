@@ -115,6 +115,11 @@ class GenerationRequest(Strict):
         return only_form([form for form in forms if form is not None])
 
     @property
+    def is_held(self) -> bool:
+        """Whether the answer is held to a grammar."""
+        return self.form is not None
+
+    @property
     def include_usage(self) -> bool:
         """Whether a stream ends with the usage."""
         return bool(self.stream_options and self.stream_options.include_usage)

@@ -264,6 +264,7 @@ def deep(depth):
         ),
         ({"tools": TOOLS, "tool_choice": {"type": "function"}}, "tool_choice.function", "required"),
         ({"tools": TOOLS, "tool_choice": "required", "ignore_eos": True}, "tool_choice", "go with"),
+        ({"tools": TOOLS, "tool_choice": "none", "min_tokens": 2}, "tool_choice", "go with"),
         ({"tools": [{"type": "function", "function": {}}]}, "tools[0].function.name", "required"),
         ({"prompt_logprobs": 1}, "prompt_logprobs", "not offered"),
         ({"continue_final_message": True}, "continue_final_message", "not offered"),

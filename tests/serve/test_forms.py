@@ -48,7 +48,7 @@ def calls(*names, argument='⟨argument key="a" type="number"§1⟩argument§'):
 def test_nothing_is_constrained_unasked(server):
     assert chat(server, tools=TOOLS)[0] is None
     assert chat(server, response_format={"type": "text"}, guided_json=None)[0] is None
-    assert chat(server, tools=TOOLS, tool_choice="none")[0] is None
+    assert chat(server, tool_choice="none")[0] is None
 
 
 @pytest.mark.parametrize(
@@ -95,6 +95,41 @@ def test_tool_choice(server):
     one, prompt = chat(server, tools=TOOLS, tool_choice=named, parallel_tool_calls=False)
     assert "tool_choice=required" in prompt
     assert [fits(one, calls(*names)) for names in ("f", "g", "ff")] == [True, False, False]
+
+
+def without_thinking(said):
+    return said.partition("⟨response§")[2]
+
+
+@pytest.mark.parametrize("thinking", [False, True])
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"tools": TOOLS},
+        {"tools": TOOLS, "response_format": {"type": "json_object"}},
+        {"tools": [{"type": "function", "function": {**TOOLS[0]["function"], "strict": True}}]},
+        {"messages": [{"role": "system", "tools": TOOLS}, {"role": "user", "content": "x"}]},
+    ],
+)
+def test_no_call_can_be_said_if_none_is_asked_for(server, fields, thinking):
+    grammar, prompt = chat(server, tool_choice="none", thinking=thinking, **fields)
+    assert "MUST NOT call any tools" in prompt
+    begin = str if thinking else without_thinking
+    assert fits(grammar, begin(answer("{}")))
+    assert not fits(grammar, begin(calls("f")))
+    tools = calls("f").partition("⟩response§")[2]
+    assert not fits(grammar, begin(answer("{}").removesuffix(END) + tools))
+    if "response_format" in fields:
+        assert not fits(grammar, begin(answer("no")))
+
+
+def test_responses_hold_no_call_if_none_is_asked_for(server):
+    tool = {"type": "function", **TOOLS[0]["function"]}
+    body = {"input": "x", "tools": [tool], "tool_choice": "none"}
+    assert server.http.post("/v1/responses", json=body).status_code == 200
+    grammar = list(server.link.requests.values())[-1].params.grammar
+    assert fits(grammar, answer("x"))
+    assert not fits(grammar, calls("f"))
 
 
 def test_tools_that_a_system_message_declares_can_be_required(server):
