@@ -28,7 +28,7 @@ from checkpoints.recipe.judge_text import (
     head,
     held_loss,
 )
-from checkpoints.recipe.saved import FINAL
+from checkpoints.recipe.saved import FINAL, RUN
 from checkpoints.recipe.table import table
 from k3jax import lm
 from k3jax.checkpoint import open_checkpoint
@@ -124,9 +124,14 @@ def missing(options: argparse.Namespace) -> list[str]:
     files = [options.data / name for name in (META, "code_held.npz", "chat_held.npz")]
     for model in filter(None, (options.model, options.draft)):
         files += [model / name for name in ("config.json", ranks.FILE)]
-    if options.run is not None and "text" in options.parts:
-        files.append(options.run / FINAL)
+    compared = options.run is not None and "text" in options.parts
+    if compared:
+        files += [options.run / name for name in (FINAL, RUN)]
     reasons = [f"there is no {file}" for file in files if not file.exists()]
+    if compared and not reasons:
+        trained = json.loads((options.run / RUN).read_text(encoding="utf-8"))["dtype"]
+        if trained != options.dtype:  # a loss of 0.02 nats differs by more than 0.1%
+            reasons.append(f"the run's own loss is of {trained}: --dtype {trained}")
     if not reasons:
         meta = json.loads((options.data / META).read_text(encoding="utf-8"))
         if meta["rank_file_sha256"] != ranks.digest(options.model):

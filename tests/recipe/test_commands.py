@@ -32,6 +32,7 @@ def command(data, *more):
 
 def test_text_is_judged(data, capsys):
     (data / "final.json").write_text('{"code": {"nll": 100.0, "count": 10.0}}')
+    (data / "run.json").write_text('{"dtype": "bfloat16"}')
     assert evaluate.main(command(data, "--run", str(data), "--parts", "text")) == 0
     found = json.loads((data / "new" / "results.json").read_text())["text"]
     assert 4 < found["bits_per_byte"] < 12
@@ -64,10 +65,14 @@ def test_what_is_missing_is_said_before_the_work(data, tmp_path_factory):
     with pytest.raises(SystemExit) as refused:
         evaluate.main(command(data, *more, "--parts", "text", "agree"))
     wanted = [f"there is no {elsewhere / name}" for name in ("config.json", ranks.FILE)]
-    wanted.append(f"there is no {elsewhere / 'final.json'}")
+    wanted += [f"there is no {elsewhere / name}" for name in ("final.json", "run.json")]
     if jax.default_backend() == "cpu":
         wanted.append("on a CPU the specialized decode needs --impl interpret")
     assert str(refused.value) == f"error: {'; '.join(wanted)}"
+    for name in ("final.json", "run.json"):
+        (data / name).write_text('{"dtype": "bfloat16"}')
+    with pytest.raises(SystemExit, match="own loss is of bfloat16: --dtype bfloat16"):
+        evaluate.main(command(data, "--run", str(data), "--dtype", "float32"))
     (data / "meta.json").write_text('{"rank_file_sha256": "of another"}')
     with pytest.raises(SystemExit, match="was prepared with another tokenizer"):
         evaluate.main(command(data))
