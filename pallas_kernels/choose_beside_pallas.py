@@ -46,9 +46,7 @@ def choose_beside_pallas(
 
     def run(*operands, narrow, stages):
         return launch.launch(
-            functools.partial(
-                _kernel, tiles=tiles, narrow=narrow, choice=choice | {"warps": tiles.warps}
-            ),
+            functools.partial(_kernel, tiles=tiles, narrow=narrow, choice=choice),
             *operands,
             name=NAME,
             grid=(count + pl.cdiv(weight.shape[0], tiles.features),),
@@ -94,7 +92,9 @@ def _kernel(
     @pl.when(program < count)
     def _():
         real = program % each < rows_ref[program // each]
-        top_k_row(logits_ref, bias_ref, experts_ref, weights_ref, program, real=real, **choice)
+        results = (experts_ref, weights_ref)
+        options = {"real": real, "warps": tiles.warps, **choice}
+        top_k_row(logits_ref, bias_ref, *results, program, **options)
 
     @pl.when(program >= count)
     def _():

@@ -233,8 +233,8 @@ class Items:
         def _():
             real = refs.live[row] != 0
             results = (refs.experts, refs.weights)
-            options = self.options | {"warps": self.tiles.experts.warps}
-            top_k_row(refs.logits, refs.bias, *results, row, real=real, **options)
+            options = {"real": real, "warps": self.tiles.experts.warps, **self.options}
+            top_k_row(refs.logits, refs.bias, *results, row, **options)
             self.control.publish(self.at.chosen)
 
     def up(self, item):

@@ -107,8 +107,8 @@ def _scores(logits_ref, bias_ref, row, warps):
     """Return lists of keys and experts, i32[warps, keys] each, ascending by expert in a column.
 
     A key is the integer of a biased score's order, so that a score of NaN lies below all others and
-    what is taken, or beyond the experts, below that. Each
-    warp's experts follow those of the warp before.
+    what is taken, or beyond the experts, below that. Each warp's experts follow those of the warp
+    before.
     """
     count, shape = bias_ref.shape[0], (warps, WIDTH // warps)
     pieces = pl.cdiv(count, WIDTH)
