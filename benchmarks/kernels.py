@@ -1,4 +1,4 @@
-"""Time the kernels beside their peers: `python -m benchmarks.kernels [--case TEXT] [--tags ..]`.
+"""Time the kernels beside their peers: `python -m benchmarks.kernels [--case REGEX] [--tags ..]`.
 
 Prints, per case, the least bytes (or operations) and the time they take at the ceilings measured
 in the same run, our time and its percentage, each peer's time and ratio, and our kernels; ends with
@@ -18,6 +18,7 @@ import functools
 import json
 import operator
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -309,14 +310,14 @@ def groups(cases: Sequence[Case]) -> Iterator[list[Case]]:
 def main() -> int:
     """Measure what the command line selects; 1 if a case of ours failed or was left out."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.kernels", description=__doc__)
-    parser.add_argument("--case", default="", help="cases whose name holds this text")
+    parser.add_argument("--case", default="", help="cases in whose name this pattern is found")
     parser.add_argument("--tags", nargs="*", default=["k3-tp8", "decode"])
     parser.add_argument("--peers", action="store_true", help=f"run {', '.join(PEERS)} first")
     parser.add_argument("--python", default=sys.executable, help="an interpreter that has torch")
     add_limit(parser)
     arguments = parser.parse_args()
     tags = {"gpu", *arguments.tags}
-    chosen = [case for case in CASES if case.tags >= tags and arguments.case in str(case)]
+    chosen = [case for case in CASES if case.tags >= tags and re.search(arguments.case, str(case))]
     if not chosen:
         parser.error(f"no case has the tags {sorted(tags)} and {arguments.case!r} in its name")
     timing.require_gpu()
