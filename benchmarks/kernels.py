@@ -44,7 +44,7 @@ CARRIED = {"kda_decode": ("cache", 1), "kda_prefill": ("cache", 1), "moe_mono": 
 PLAN = ("slots", "starts", "accepted", "fresh", "lengths", "page_table")
 TOGETHER = 12  # cases compiled at once, in threads, and timed in one trace
 MOST_BYTES = 40 << 30  # of the inputs of cases that are compiled at once
-IMPLS: tuple[Impl, Impl] = ("pallas", "reference")  # in this order in `measure`
+IMPLS: tuple[Impl, ...] = ("pallas", "reference")  # in this order in `measure`
 WORDS_TOGETHER = 8  # layers
 ROUTINGS = 4  # of a MoE's bank, which is larger than any cache
 PEERS = ("peers_kda.py", "peers_moe.py")  # programs of their own, in this folder
@@ -211,22 +211,28 @@ def time_one(program: timing.Program) -> timing.Timing | str:
 
 
 def measure(
-    cases: Sequence[Case], ceilings: Ceilings, outside: dict, progress: Progress
+    cases: Sequence[Case],
+    impls: Sequence[Impl],
+    ceilings: Ceilings,
+    outside: dict,
+    progress: Progress,
 ) -> Iterator[Line]:
     """Time cases and XLA on their references, on the same inputs; what fails is said."""
     made: dict[Case, Made] = {}
     for case in cases:
         with progress.case(str(case)):
             made[case] = make_sets(case)
-    jobs = [(case, impl, own) for case, own in made.items() for impl in IMPLS]
+    jobs = [(case, impl, own) for case, own in made.items() for impl in impls]
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         times = time_all(list(pool.map(build, jobs)))
-    for (case, own), ours, xla in zip(made.items(), times[::2], times[1::2], strict=True):
+    for place, (case, own) in enumerate(made.items()):
+        ours, *others = times[place * len(impls) : (place + 1) * len(impls)]
         peers = {name: 1e-6 * each for name, each in outside.get(str(case), {}).items()}
-        if isinstance(xla, str):
-            print(f"{case!s:40} XLA on the reference failed: {xla}", flush=True)
-        else:
-            peers = {"xla": xla.seconds, **peers}
+        for xla in others:
+            if isinstance(xla, str):
+                print(f"{case!s:40} XLA on the reference failed: {xla}", flush=True)
+            else:
+                peers = {"xla": xla.seconds, **peers}
         if isinstance(ours, str):
             progress.fail(str(case), ours)
             continue
@@ -313,6 +319,7 @@ def main() -> int:
     parser.add_argument("--case", default="", help="cases in whose name this pattern is found")
     parser.add_argument("--tags", nargs="*", default=["k3-tp8", "decode"])
     parser.add_argument("--peers", action="store_true", help=f"run {', '.join(PEERS)} first")
+    parser.add_argument("--no-xla", action="store_true", help="without XLA on the reference")
     parser.add_argument("--python", default=sys.executable, help="an interpreter that has torch")
     add_limit(parser)
     arguments = parser.parse_args()
@@ -321,6 +328,7 @@ def main() -> int:
     if not chosen:
         parser.error(f"no case has the tags {sorted(tags)} and {arguments.case!r} in its name")
     timing.require_gpu()
+    impls = IMPLS[:1] if arguments.no_xla else IMPLS
     progress = Progress(arguments.minutes)
     outside = outside_peers(arguments.python, progress) if arguments.peers else {}
     if outside:  # at once: what ends this program early does not cost them
@@ -335,7 +343,7 @@ def main() -> int:
     records = []
     for group in groups(chosen):
         if progress.in_time(*map(str, group)):
-            for line in measure(group, ceilings, outside, progress):
+            for line in measure(group, impls, ceilings, outside, progress):
                 print(line.text(), flush=True)
                 records.append(line.record())
     header = {"jax": jax.__version__, "device": device, **dataclasses.asdict(ceilings)}

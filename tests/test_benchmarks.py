@@ -76,6 +76,13 @@ def small_kernels(monkeypatch, clock):
     monkeypatch.setattr(kernels, "TOGETHER", 2)
 
 
+def test_kernels_are_timed_without_their_references(monkeypatch, capsys, small_kernels):
+    arguments = ("--tags", "tiny", "--case", "^linear", "--no-xla")
+    assert command(monkeypatch, kernels, *arguments) == 0
+    _, record = last_line(capsys)
+    assert [case["peers_us"] for case in record["cases"]] == [{}]
+
+
 @pytest.mark.parametrize("module", [kernels, layer])
 def test_without_a_gpu_nothing_large_is_made(monkeypatch, module):
     with pytest.raises(NotImplementedError, match="JAX runs on a cpu here"):
