@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, cast
 
 import jax
 import numpy as np
 
 from k3jax.cache import CacheSizes
 from k3jax.model.decoder import LayerKernel, no_kernel
+from k3jax.request import MAX_LOGPROBS
 
 
 @dataclass(frozen=True)
@@ -75,6 +76,33 @@ class StepOutput:
     prompt_top_logprobs: jax.Array | None = None  # prefill f32[B, T, 20]
     votes: jax.Array | None = None  # u32[ranks, 3] of the fail-stop, every so many steps
     drafts: jax.Array | None = None  # i32[B, num_spec] for the next step, if there is a drafter
+
+
+def output_shapes(step: Step, num_spec: int) -> StepOutput:
+    """What `step` gives the host, as shapes without shardings; `num_spec`: of a drafter, or 0."""
+    requests, sampled = step.requests, step.sampled_rows
+
+    def shape(dtype: Any, *dims: int) -> Any:
+        return jax.ShapeDtypeStruct((requests, *dims), dtype)
+
+    output = StepOutput(
+        tokens=shape(np.int32, sampled),
+        count=shape(np.int32),
+        logprobs=shape(np.float32, sampled),
+        top_ids=shape(np.int32, sampled, MAX_LOGPROBS),
+        top_logprobs=shape(np.float32, sampled, MAX_LOGPROBS),
+        nonfinite=shape(np.bool_),
+        health=cast(Any, jax.ShapeDtypeStruct((), np.uint32)),
+        drafts=shape(np.int32, num_spec) if num_spec else None,
+    )
+    if step.kind == "decode":
+        return output
+    return replace(
+        output,
+        prompt_logprobs=shape(np.float32, step.rows),
+        prompt_top_ids=shape(np.int32, step.rows, MAX_LOGPROBS),
+        prompt_top_logprobs=shape(np.float32, step.rows, MAX_LOGPROBS),
+    )
 
 
 def empty_batch(step: Step, sizes: CacheSizes, vocabulary: int, *, masked: bool = False) -> Batch:

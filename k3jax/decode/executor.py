@@ -26,7 +26,8 @@ from k3jax.cache import (
     page_bytes,
 )
 from k3jax.config import K3Config
-from k3jax.decode.batch import Batch, Step, StepOutput, empty_batch
+from k3jax.decode.batch import Batch, Step, StepOutput, empty_batch, output_shapes
+from k3jax.decode.buffers import StepBuffers
 from k3jax.decode.config import DecodeConfig
 from k3jax.decode.failstop import FailStop
 from k3jax.decode.layers import kernel_impl
@@ -83,7 +84,7 @@ class Executor:
         self.params, self.config, self.decode_config = params, config, decode_config
         self.mesh, self.progress, self.drafter = mesh, progress, drafter
         self.compilations = 0
-        self._compiled: dict[Step, Compiled] = {}
+        self._compiled: dict[Step, tuple[Compiled, StepBuffers]] = {}
         self._generation = 0
         self.specialized = SpecializedDecode(params, config, decode_config, mesh, say=progress)
         prefill = (Step("prefill", b, t) for b, t in decode_config.prefill_buckets)
@@ -161,16 +162,19 @@ class Executor:
         The batch's arrays must not change until they have arrived. Raises ValueError if the step
         was not compiled, RuntimeError if it is specialized and parameters or cache were exchanged.
         """
-        compiled = self._compiled.get(step)
-        if compiled is None:
+        if step not in self._compiled:
             raise ValueError(f"{step} was not compiled; there are {list(self._compiled)}")
+        compiled, buffers = self._compiled[step]
         if step.specialized:
             self.specialized.check(self.params, self._generation)
         health = self.failstop.inject(self.health)
         cache = self.failstop.poison(self._cache, int(batch.slots[0]))
         if batch.bitmask is None:
             batch = replace(batch, bitmask=self._bitmasks[step.requests, step.sampled_rows])
-        self._cache, output, self.health = compiled(self._weights, cache, batch, health)
+        self._cache, self.health, output = compiled(
+            self._weights, cache, buffers.put(batch), health, buffers.place()
+        )
+        output = buffers.take(output)
         return replace(output, votes=self.failstop.after_step(output.health))
 
     def empty_batch(self, step: Step) -> Batch:
@@ -209,7 +213,8 @@ class Executor:
             }
             for number, future in enumerate(as_completed(started), 1):
                 step = started[future]
-                self._compiled[step], seconds = future.result()
+                compiled, seconds = future.result()
+                self._compiled[step] = (compiled, StepBuffers(*self._host_side(step, self.sizes)))
                 self.compilations += 1
                 path = "specialized " if step.specialized else ""
                 name = f"{path}{step.kind} of {step.requests} x {step.rows}"
@@ -235,10 +240,14 @@ class Executor:
             draft_shapes=draft,
         )
         cache = abstract_cache(config, sizes, decode_config.dtype, self.mesh, draft)
-        batch = empty_batch(step, sizes, config.vocab_size, masked=True)
-        batch = replace(batch, bitmask=self._replicated(batch.bitmask))
-        health = self._replicated(np.uint32(0))
-        return function.lower(self._weights, cache, batch, health)
+        batch, output = self._host_side(step, sizes)
+        return function.lower(self._weights, cache, batch, self._replicated(np.uint32(0)), output)
+
+    def _host_side(self, step: Step, sizes: CacheSizes) -> tuple[Batch, StepOutput]:
+        """What a step takes from the host and gives to it, as abstract arrays."""
+        batch = empty_batch(step, sizes, self.config.vocab_size, masked=True)
+        drafted = self.decode_config.num_spec if self.drafter is not None else 0
+        return jax.tree.map(self._replicated, (batch, output_shapes(step, drafted)))
 
     def _compile_admit(self) -> Any:
         whole = jax.tree.map(lambda leaf: leaf.sharding, self._cache.slots)

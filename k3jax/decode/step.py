@@ -58,16 +58,17 @@ def build_step(
     drafter: Drafter | None = None,
     draft_shapes: Any = None,
 ) -> jax.stages.Wrapped:
-    """The jitted step (params, cache, batch, health u32[]) -> (cache, StepOutput, health).
+    """The jitted step (params, cache, batch, health u32[], place) -> (cache, health, StepOutput).
 
     `graph` runs what the step's kernels do not replace. `params` is the packed tree of plain dicts,
     and with a `drafter` the pair of it and the drafter's; `draft_shapes` is what that keeps. Cache
-    and health are donated.
+    and health are donated, and so is `place`, a StepOutput in whose memory the new one is left, or
+    None: JAX pairs donated arguments and results of one shape in their order.
     """
 
     def run(
         params: Any, cache: Cache, batch: Batch, health: jax.Array
-    ) -> tuple[Cache, StepOutput, jax.Array]:
+    ) -> tuple[Cache, jax.Array, StepOutput]:
         own, draft_params = (params, None) if drafter is None else params
         decoder = nnx.merge(graph, own)
         done = forward(decoder, config, decode_config, step, (cache, batch))
@@ -80,19 +81,24 @@ def build_step(
             drafted = speculate(drafter, (draft_params, kept), done.plan, slots, said)
             slots, kept, health = drafted[0], drafted[1], health | drafted[2]
             output = replace(output, drafts=slots.drafts[done.plan.slots])
-        return Cache(done.layers, slots, kept), replace(output, health=health), health
+        return Cache(done.layers, slots, kept), health, replace(output, health=health)
 
     specs = cache_specs(config, draft_shapes)
     params_specs = param_specs if drafter is None else (param_specs, REPLICATED)
-    return jax.jit(
-        spmd(
-            run,
-            mesh,
-            in_specs=(params_specs, specs, REPLICATED, REPLICATED),
-            out_specs=(specs, REPLICATED, REPLICATED),
-        ),
-        donate_argnums=(1, 3),
+    on_all_ranks = spmd(
+        run,
+        mesh,
+        in_specs=(params_specs, specs, REPLICATED, REPLICATED),
+        out_specs=(specs, REPLICATED, REPLICATED),
     )
+
+    def placed(
+        params: Any, cache: Cache, batch: Batch, health: jax.Array, place: StepOutput | None = None
+    ) -> tuple[Cache, jax.Array, StepOutput]:
+        del place
+        return on_all_ranks(params, cache, batch, health)
+
+    return jax.jit(placed, donate_argnums=(1, 3, 4), keep_unused=True)
 
 
 def forward(

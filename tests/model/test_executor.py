@@ -72,6 +72,27 @@ def test_no_output_shares_a_donated_buffer(linear):
     assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(output))
 
 
+def test_all_of_a_step_stays_where_it_is(linear):
+    """A command buffer holds addresses: one that differs has all its nodes updated."""
+    executor = linear.executor
+    kept, places = [], set()
+    for step in executor.steps:
+        for slot in (1, 2, 1):
+            batch = executor.empty_batch(step)
+            batch.slots[0] = slot
+            output = executor.run(step, batch)
+            kept.append((output, [np.asarray(leaf).copy() for leaf in jax.tree.leaves(output)]))
+            _, buffers = executor._compiled[step]
+            own = (buffers._batch, buffers._output, executor.cache, executor.health)
+            own = jax.tree.leaves(own)
+            places.add((step, *(leaf.unsafe_buffer_pointer() for leaf in own)))
+            assert int(buffers._batch.slots[0]) == slot
+    assert len(places) == len(executor.steps)
+    for output, values in kept:
+        for leaf, value in zip(jax.tree.leaves(output), values, strict=True):
+            assert np.asarray(leaf).tobytes() == value.tobytes()
+
+
 def test_a_step_of_one_row_copies_no_pool(linear):
     """Of a context that is read at once too: the row is written where the pool lies."""
     executor = linear.executor
