@@ -40,7 +40,7 @@ QUERY, WEIGHT, TO_END = range(3)
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class ChunkParts:
-    """What the walk and the output read of N chunks of C rows, in the compute dtype.
+    """What the walk reads of N chunks of C rows, in the compute dtype.
 
     D is the larger of K and V: before, `rows` holds queries, keys and values.
     """

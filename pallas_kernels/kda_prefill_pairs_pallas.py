@@ -16,9 +16,9 @@ from jax import lax
 
 from pallas_kernels.kda_math import Maths
 
-# Rows that share a reference half way down their decay: exponents reach 16 rows x 5 = 80 either
-# way, whose exponentials float32 and bfloat16 hold.
-BOUNDED_PART = 32
+# The most rows that share a reference half way down their decay: exponents reach 16 rows x 5 = 80
+# either way, whose exponentials float32 and bfloat16 hold.
+BOUNDED_ROWS = 32
 STRONGEST_BOUND = -5.0
 
 
@@ -78,17 +78,6 @@ def pair_products(
         found = dot((query() * faded).astype(dtype), right, (1, 1), exact)
         return key_pairs, jnp.where(places[1], found, carry[1])
 
-    def near_and_far(far, carry):
-        """First rows of a part, then rows of the second part with those of the first.
-
-        Both meet half way down the decay of the columns' part.
-        """
-        factor = halves + 0.5 * far.astype(jnp.float32)
-        meet = below(row, column, part) & (far != 0)
-        near = same & (far == 0)
-        places = (meet | (near & (column < row)), meet | (near & until))
-        return products(carry, maths.exp2(row_sums(decay, factor)), right, places)
-
     def across_borders(level, carry):
         """Rows in two halves of a block meet at the border: decays to and from it are at most 1."""
         width = jnp.right_shift(jnp.int32(size // 2), level)
@@ -98,13 +87,11 @@ def pair_products(
         meet = below(row, column, width)
         return products(carry, faded, (key() * faded).astype(dtype), (meet, meet))
 
-    until = column <= row
-    if bounded:
-        part = min(BOUNDED_PART, size)
-        same = (row & -part) == (column & -part)
-        halves = jnp.where(same, jnp.where(until, 0.5, -0.5), 0.0)
-        right = (key() * maths.exp2(-row_sums(decay, halves))).astype(dtype)
-        return lax.fori_loop(0, size // part, near_and_far, (empty, empty))
+    if bounded and size <= BOUNDED_ROWS:
+        middle = row_sums(decay, jnp.where(column <= row, 0.5, -0.5))
+        right = (key() * maths.exp2(-middle)).astype(dtype)
+        places = (column < row, column <= row)
+        return products((empty, empty), maths.exp2(middle), right, places)
     # Blocks of all widths leave the diagonal.
     own = jnp.sum(query() * key(), axis=1, keepdims=True)
     carry = (empty, jnp.where(row == column, own, 0.0))

@@ -1,9 +1,11 @@
-"""KDA prefill in the chunkwise (WY) form, in four Pallas kernels.
+"""KDA prefill in the chunkwise (WY) form, in Pallas kernels.
 
 `kda_prefill_project` runs the short convolution; `kda_prefill_chunk` makes of every chunk at once,
 independent of the state, what the walk needs; `kda_prefill_walk` takes the states from chunk to
-chunk, in place; `kda_prefill_output` makes every chunk's output. Operands of the products are in
-the compute dtype, sums float32 (in bf16, those of decays and of the triangular inverse float16).
+chunk, in place, and makes every chunk's output; `kda_prefill_output` gates and norms it. A long
+walk is cut into segments: `kda_prefill_leap` finds first what each does to any state. Operands of
+the products are in the compute dtype, sums float32 (in bf16, those of decays and of the triangular
+inverse float16).
 """
 
 from __future__ import annotations
@@ -24,6 +26,8 @@ from pallas_kernels.kda_prefill_chunk_pallas import ChunkParts, chunk_kernel, pr
 from pallas_kernels.kda_prefill_walk_pallas import leap_kernel, output_kernel, walk_kernel
 from pallas_kernels.kda_types import KdaCache, KdaPending, KdaRows, KdaWeights, most_rows
 
+LONG = 16384  # rows from which the walk takes wide strips, on NVIDIA
+
 
 @dataclass(frozen=True)
 class PrefillTiles:
@@ -37,22 +41,31 @@ class PrefillTiles:
     walk_stages: int
     programs: int  # of the walk that fill the GPU: a long one is cut into segments for them
     segment_chunks: int  # the least that are worth a segment
+    output_rows: int  # of a program
     output_warps: int
     maths: Maths
 
 
-def prefill_tiles(value_dim: int, *, exact: bool, platform: str) -> PrefillTiles:
-    """Choose the sizes: strips of 64 values fill the rows of NVIDIA's matrix instruction."""
+def prefill_tiles(value_dim: int, *, exact: bool, platform: str, length: int = 0) -> PrefillTiles:
+    """Choose the sizes for up to `length` rows a request.
+
+    Chunks of 32 rows share one reference for their decays (`BOUNDED_ROWS`); strips of 64 values
+    fill the rows of NVIDIA's matrix instruction.
+    """
     if exact:
         # float32 products run on the vector units, unrolled: small ones.
-        return PrefillTiles(16, min(value_dim, 32), 4, 8, 4, 1, 64, 2, 8, Maths(native=False))
+        return PrefillTiles(16, min(value_dim, 32), 4, 8, 4, 1, 64, 2, 16, 8, Maths(native=False))
     strip = min(value_dim, 64)
     if platform == "cuda":
-        # Four warps have 64 rows of the matrix instruction; Triton has more repeat their work.
-        return PrefillTiles(64, strip, 8, 4, 4, 2, 132, 24, 8, Maths(native=True))
+        # The fewer warps a chunk has, the less they wait for each other: two hold its tiles.
+        native = Maths(native=True)
+        if length >= LONG:
+            # Wider strips read less, and their segments are shorter; but more have to be joined.
+            return PrefillTiles(32, min(value_dim, 128), 8, 2, 8, 3, 132, 12, 64, 8, native)
+        return PrefillTiles(32, strip, 8, 2, 4, 3, 132, 24, 64, 8, native)
     # As many registers as a wave of 64 needs; one chunk on its way fits the LDS of a gfx942, the
     # products between segments do not.
-    return PrefillTiles(64, strip, 4, 4, 4, 2, 1, 24, 8, Maths(native=False))
+    return PrefillTiles(32, strip, 4, 4, 4, 2, 1, 24, 64, 8, Maths(native=False))
 
 
 def _check(rows: KdaRows, cache: KdaCache) -> None:
@@ -87,7 +100,7 @@ def _launches(
     norm_eps: float,
     interpret: bool,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The kernels: (out [B, T, H*V], broken bool[B, H, N], pool)."""
+    """The kernels: (out [B, T, H*V], broken bool[B], pool)."""
     (batch, length, _), dtype = rows.qkv.shape, rows.qkv.dtype
     heads, value_dim, key_dim = pool.shape[1:]
     chunks = -(-length // tiles.chunk)
@@ -138,31 +151,34 @@ def _launches(
             num_stages=tiles.walk_stages,
         )
     operands = (*known, leaps, pool)
-    states, deltas, pool = launch.launch(
+    outs, pool = launch.launch(
         partial(walk_kernel, strip=tiles.strip),
         *operands,
         name="kda_prefill_walk",
         grid=(strips, segments * heads, batch),
         out_shape=(
-            shape((*lead, value_dim, key_dim), dtype),
             shape((*lead, value_dim, tiles.chunk), dtype),
             shape(pool.shape, jnp.float32),
         ),
         interpret=interpret,
         num_warps=tiles.walk_warps,
         num_stages=tiles.walk_stages,
-        aliases={len(jax.tree.leaves(operands)) - 1: 2},
+        aliases={len(jax.tree.leaves(operands)) - 1: 1},
     )
+    programs = -(-length // tiles.output_rows)
     out, broken = launch.launch(
-        partial(output_kernel, norm_eps=norm_eps, maths=tiles.maths),
-        parts, states, deltas, rows.gate, weights.o_norm, lengths,
+        partial(output_kernel, rows=tiles.output_rows, norm_eps=norm_eps, maths=tiles.maths),
+        outs, rows.gate, weights.o_norm, lengths,
         name="kda_prefill_output",
-        grid=(chunks, heads, batch),
-        out_shape=(shape(rows.gate.shape, dtype), shape(lead, jnp.bool_)),
+        grid=(programs, heads, batch),
+        out_shape=(
+            shape(rows.gate.shape, dtype),
+            shape((batch, heads, programs), jnp.bool_),
+        ),
         interpret=interpret,
         num_warps=tiles.output_warps,
     )  # fmt: skip
-    return out, broken, pool
+    return out, jnp.any(broken, axis=(1, 2)), pool
 
 
 def kda_prefill_pallas(
@@ -189,8 +205,12 @@ def kda_prefill_pallas(
     window = window_before(cache, slots, starts)
 
     def launches(platform: str) -> Callable[..., Any]:
-        exact, value_dim = rows.qkv.dtype == jnp.float32, cache.state.shape[2]
-        chosen = tiles or prefill_tiles(value_dim, exact=exact, platform=platform)
+        chosen = tiles or prefill_tiles(
+            cache.state.shape[2],
+            exact=rows.qkv.dtype == jnp.float32,
+            platform=platform,
+            length=rows.qkv.shape[1],
+        )
         return partial(
             _launches,
             tiles=chosen,
@@ -205,4 +225,4 @@ def kda_prefill_pallas(
     )  # fmt: skip
     conv = store_window(cache, slots, starts, lengths, rows.qkv)
     cache = dataclasses.replace(cache, conv=conv, state=state)
-    return out, cache, jnp.any(broken, axis=(1, 2)), health
+    return out, cache, broken, health

@@ -1,10 +1,9 @@
-"""The walk of a KDA state over its chunks, and the output of every chunk, as two Pallas kernels.
+"""The walk of a KDA state over its chunks, and the norm of what it puts out, as Pallas kernels.
 
-    D = U - W S,   S <- diag(exp(G_last)) S + Kd^T D        one program per head and strip of values
-    O = (Q exp(G)) S + A D, gated and normed                one program per chunk and head
+    D = U - W S,   O = (Q exp(G)) S + A D,   S <- diag(exp(G_last)) S + Kd^T D
 
-The walk keeps S transposed: the products' results then have the layout of the next ones' left
-operands, and stay in registers.
+A program walks a strip of a head's values over a segment of the chunks. It keeps S transposed: the
+products' results then have the layout of the next ones' left operands, and stay in registers.
 """
 
 from __future__ import annotations
@@ -51,7 +50,7 @@ def _segment(lengths, size: int, heads: int, segments: int) -> _Segment:
 def _walk(parts: ChunkParts, segment: _Segment, state, update_of, put) -> jax.Array:
     """Take `state` [strip, K] over the segment's chunks.
 
-    update_of(chunk): [strip, C]; put(chunk, held, delta) keeps what the output wants.
+    update_of(chunk): [strip, C]; put(chunk, held, delta) makes the output.
     """
     dtype, keys = parts.rows.dtype, pl.ds(0, parts.shrink.shape[3])
     exact = dtype == jnp.float32
@@ -163,8 +162,7 @@ def walk_kernel(
     lengths,  # i32[B]
     leaps,  # f32[B, H, segments, V + K, K], None if there is one segment
     pool,  # f32[S, H, V, K]
-    states,  # [B, H, N, V, K] before each chunk, transposed
-    deltas,  # [B, H, N, V, C] transposed
+    outs,  # [B, H, N, V, C] before gate and norm, transposed
     pool_after,  # f32[S, H, V, K] the pool itself
     *,
     strip: int,
@@ -174,7 +172,7 @@ def walk_kernel(
     segment = _segment(lengths, parts.rows.shape[4], heads, segments)
     at = (segment.request, segment.head)
     here = pl.ds(pl.program_id(0) * strip, strip)
-    dtype = states.dtype
+    dtype = outs.dtype
     if leaps is None:
         state = _start(pending, slots, starts, replayed, fresh, pool, segment, here)
     else:
@@ -196,8 +194,11 @@ def walk_kernel(
         return parts.update[(*at, chunk, here, slice(None))].astype(jnp.float32)
 
     def put(chunk, held, delta):
-        states[(*at, chunk, here, slice(None))] = held
-        deltas[(*at, chunk, here, slice(None))] = delta
+        exact = dtype == jnp.float32
+        query = parts.rows[(*at, chunk, QUERY, slice(None), pl.ds(0, pool.shape[3]))]
+        out = dot(held, query, (1, 1), exact)
+        out += dot(delta, parts.mix[(*at, chunk)], (1, 1), exact)
+        outs[(*at, chunk, here, slice(None))] = out.astype(dtype)
 
     state = _walk(parts, segment, state, update_of, put)
 
@@ -207,42 +208,39 @@ def walk_kernel(
 
 
 def output_kernel(
-    parts: ChunkParts,
-    states,  # [B, H, N, V, K]
-    deltas,  # [B, H, N, V, C]
+    outs,  # [B, H, N, V, C]
     gate,  # [B, T, H*V]
     o_norm,  # f32[V]
     lengths,  # i32[B]
     out_ref,  # [B, T, H*V]
-    broken_ref,  # bool[B, H, N] a row that counts is not finite
+    broken_ref,  # bool[B, H, programs] a row that counts is not finite
     *,
+    rows: int,  # of a program
     norm_eps: float,
     maths: Maths,
 ):
-    """Write the chunk's rows: zeros beyond the request's length."""
-    chunk, head, request = (pl.program_id(axis) for axis in range(3))
-    size, value_dim = parts.rows.shape[4], states.shape[3]
-    keys = pl.ds(0, states.shape[4])
-    at = (request, head, chunk)
-    time = chunk * size + lax.broadcasted_iota(jnp.int32, (size, 1), 0)
+    """Gate and norm rows; zeros beyond the request's length."""
+    part, head, request = (pl.program_id(axis) for axis in range(3))
+    value_dim, size = outs.shape[3:]
+    time = part * rows + lax.broadcasted_iota(jnp.int32, (rows, 1), 0)
     lane = lax.broadcasted_iota(jnp.int32, (1, value_dim), 1)
     place = (request, time, head * value_dim + lane)
     inside, length = time < out_ref.shape[1], lengths[request]
-    exact = states.dtype == jnp.float32
 
     def work():
-        out = dot(parts.rows[(*at, QUERY, slice(None), keys)], states[at], (1, 1), exact)
-        out += dot(parts.mix[at], deltas[at], (1, 1), exact)
         valid = time < length
+        chunk, row = lax.div(time, size), lax.rem(time, size)
+        out = read(outs, (request, head, chunk, lane, row), valid)
         scale = maths.rsqrt(jnp.sum(out * out, axis=1, keepdims=True) / value_dim + norm_eps)
         out *= scale * maths.sigmoid(read(gate, place, valid)) * read(o_norm, (lane,))
         out = jnp.where(valid, out, 0.0)
         launch.store(out_ref.at[place], out.astype(out_ref.dtype), mask=inside)
-        broken_ref[at] = jnp.sum(jnp.where(out * 0.0 == 0.0, 0.0, 1.0)) > 0
+        broken = jnp.sum(jnp.where(out * 0.0 == 0.0, 0.0, 1.0)) > 0
+        broken_ref[request, head, part] = broken
 
     def leave():
-        zeros = jnp.zeros((size, value_dim), out_ref.dtype)
+        zeros = jnp.zeros((rows, value_dim), out_ref.dtype)
         launch.store(out_ref.at[place], zeros, mask=inside)
-        broken_ref[at] = jnp.zeros((), bool)
+        broken_ref[request, head, part] = jnp.zeros((), bool)
 
-    lax.cond(chunk * size < length, work, leave)
+    lax.cond(part * rows < length, work, leave)
