@@ -116,7 +116,7 @@ def _k3_experts(tp: int) -> Dims:
 
 
 def _k3_moe(tp: int, width: int) -> Case:
-    tags = f"k3-tp{tp} decode gpu" if width in WIDTHS else f"k3-tp{tp} prefill"
+    tags = f"k3-tp{tp} {'decode' if width in WIDTHS else 'prefill'} gpu"
     return _case("moe_mxfp4", f"k3-tp{tp}-w{width}", tags, W=width, **_k3_experts(tp))
 
 
@@ -160,7 +160,8 @@ def _kimi_k3() -> Iterator[Case]:
         yield from _k3_launches(8, width)
         yield from _k3_rows(width)
         yield _k3_moe(8, width)
-    yield _k3_moe(8, 1024)
+    for width in PROMPTS[:2]:
+        yield _k3_moe(8, width)
     for width in MONO_WIDTHS:
         yield _k3_mono(width)
     for requests, rows in REQUESTS:

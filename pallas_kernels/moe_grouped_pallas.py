@@ -1,12 +1,10 @@
-"""Routed MXFP4 experts of a prompt on Triton: rows sorted by expert, a program a tile of rows.
-
-The products are those of the decode step (moe_mxfp4_pallas.py); only the rows that a program serves
-come from a sorted list, and there are more of them.
-"""
+"""Routed MXFP4 experts of a prompt on Triton: rows sorted by expert, a program a tile of rows."""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -14,16 +12,35 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels import launch
-from pallas_kernels.activation import Activation
+from pallas_kernels.activation import Activation, gated
 from pallas_kernels.moe_groups import experts_health, group_pairs
-from pallas_kernels.moe_mxfp4_pallas import MoeTiles, down_rows, sum_choices, up_rows
+from pallas_kernels.moe_mxfp4_pallas import HALF_TILE, sum_choices
 from pallas_kernels.moe_types import Mxfp4Bank
 from pallas_kernels.mxfp4 import WORD
-from pallas_kernels.mxfp4_pallas import decoders, joined, prepared, tiled
+from pallas_kernels.mxfp4_pallas import decoders, joined, tiled
+from pallas_kernels.mxfp4_scaled_pallas import in_weights_order, place_in_weights_order, product
 
 UP_NAME = "moe_mxfp4_up_grouped"
 DOWN_NAME = "moe_mxfp4_down_grouped"
-CHUNK_ROWS = 2048  # at once: a result per pair is kept until the rows are summed
+CHUNK_ROWS = 4096  # at once: a result per pair is kept until the rows are summed
+
+
+@dataclasses.dataclass(frozen=True)
+class GroupedTiles:
+    """Tile sizes of the two launches."""
+
+    rows: int  # of one expert, for a program
+    inner: int  # gate and as many up features of one program
+    columns: int  # output columns of one program
+    warps: int
+    stages: int
+
+
+def grouped_tiles(latent: int, *, exact: bool) -> GroupedTiles:
+    """Choose tiles: the 64 rows of a warp-group instruction are features; `exact`: float32."""
+    if exact:
+        return GroupedTiles(16, 8, 16, 1, 1)
+    return GroupedTiles(64, 32, math.gcd(latent, 64), 4, 3)
 
 
 def moe_grouped_pallas(
@@ -34,9 +51,13 @@ def moe_grouped_pallas(
     *,
     activation: Activation,
     interpret: bool,
+    tiles: GroupedTiles | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """See `pallas_kernels.moe_mxfp4`; any number of rows."""
-    run = functools.partial(_run, bank=bank, activation=activation, interpret=interpret)
+    tiles = tiles or grouped_tiles(z.shape[1], exact=z.dtype == jnp.float32)
+    run = functools.partial(
+        _run, bank=bank, activation=activation, interpret=interpret, tiles=tiles
+    )
     rows, health = z.shape[0], experts_health(experts, bank.w13.shape[0])
     if rows <= CHUNK_ROWS:
         return run(z, experts, weights), health
@@ -51,19 +72,10 @@ def moe_grouped_pallas(
     return out.reshape(-1, z.shape[1])[:rows], health
 
 
-def _tiles(pairs: int, experts: int, inner: int, *, exact: bool) -> MoeTiles:
-    """Rows of a tile: near an expert's mean load."""
-    if exact:
-        return MoeTiles(16, 8, 1, 16, 16)
-    rows = 16 if pairs <= 24 * experts else 32
-    return MoeTiles(rows, min(16, inner & -inner), 1, 32, 32)
-
-
-def _run(z, experts, weights, bank, *, activation, interpret):
-    exact, count = z.dtype == jnp.float32, bank.w13.shape[0]
-    tiles = _tiles(experts.size, count, bank.w2.shape[2] * WORD, exact=exact)
+def _run(z, experts, weights, bank, *, activation, interpret, tiles):
+    count = bank.w13.shape[0]
     groups = group_pairs(experts, count, tiles.rows)
-    operands = (*groups[:4], z, weights, bank)
+    operands = (*groups[:4], in_weights_order(z), weights, bank)
     run = functools.partial(_launches, activation=activation, interpret=interpret, tiles=tiles)
     cuda, portable = decoders(z.dtype, interpret=interpret)
     parts = launch.by_platform(
@@ -79,31 +91,22 @@ def _launches(
     order, expert, first, end, z, weights, bank, *, activation, interpret, tiles, decoder
 ):
     pairs, latent, inner = order.size, z.shape[1], bank.w2.shape[2] * WORD
-    z, decoder = prepared(decoder, z)
     table = (order, expert, first, end)
+    options = {"interpret": interpret, "num_warps": tiles.warps, "num_stages": tiles.stages}
     hidden = launch.launch(
-        functools.partial(
-            _kernel,
-            body=up_rows,
-            choices=weights.shape[1],
-            activation=activation,
-            decoder=decoder,
-            tiles=tiles,
-        ),
+        functools.partial(_up_kernel, activation=activation, decoder=decoder, tiles=tiles),
         *table,
+        weights,
         z,
         tiled(bank.w13),
         joined(bank.w13_scale),
         name=UP_NAME,
         grid=(inner // tiles.inner, expert.size),
         out_shape=jax.ShapeDtypeStruct((pairs, inner), z.dtype),
-        interpret=interpret,
-        num_warps=tiles.warps,
+        **options,
     )
     return launch.launch(
-        functools.partial(
-            _kernel, body=down_rows, choices=weights.shape[1], decoder=decoder, tiles=tiles
-        ),
+        functools.partial(_down_kernel, decoder=decoder, tiles=tiles),
         *table,
         weights,
         hidden,
@@ -112,21 +115,67 @@ def _launches(
         name=DOWN_NAME,
         grid=(latent // tiles.columns, expert.size),
         out_shape=jax.ShapeDtypeStruct((pairs, latent), jnp.float32),
-        interpret=interpret,
-        num_warps=tiles.warps,
+        **options,
     )
 
 
-def _kernel(order_ref, expert_ref, first_ref, end_ref, *refs, body, choices, **static):
-    """Run `body` of one tile of pairs (grid's second axis) and tile of features (its first)."""
-    feature_tile, tile = pl.program_id(0), pl.program_id(1)
-    pairs, bank_ref = order_ref.shape[0], refs[-3]
+def _up_kernel(*refs, activation, decoder, tiles):
+    """Inner features of a tile of pairs, stored by pair in the order of weights."""
+    *table, weights_ref, z_ref, w13_ref, scale_ref, hidden_ref = refs
+    inner, choices = hidden_ref.shape[1], weights_ref.shape[1]
+    first = pl.program_id(0) * tiles.inner
+    # Eight gate features above eight up features: a thread has both of a feature.
+    lane = jnp.arange(2 * tiles.inner, dtype=jnp.int32)
+    source = first + (lane >> 4) * HALF_TILE + (lane & 7) + (lane >> 3 & 1) * inner
+
+    def body(expert, pair, inside):
+        sums = product(decoder, w13_ref, scale_ref, z_ref, expert, source, pair // choices)
+        halves = sums.reshape(tiles.inner // HALF_TILE, 2, HALF_TILE, pair.size)
+        gate, up = (
+            half.reshape(tiles.inner, pair.size) for half in lax.split(halves, [1, 1], axis=1)
+        )
+        hidden = gated(activation, gate, up).astype(hidden_ref.dtype)
+        column = place_in_weights_order(first + jnp.arange(tiles.inner, dtype=jnp.int32))
+        _store(hidden_ref, hidden, pair, column, inside)
+
+    _with_pairs(table, tiles.rows, w13_ref.shape[0], body)
+
+
+def _down_kernel(*refs, decoder, tiles):
+    """Output columns of a tile of pairs, weighted and stored by pair."""
+    *table, weights_ref, hidden_ref, w2_ref, scale_ref, out_ref = refs
+    choices = weights_ref.shape[1]
+    column = pl.program_id(0) * tiles.columns + jnp.arange(tiles.columns, dtype=jnp.int32)
+
+    def body(expert, pair, inside):
+        weight = launch.load(weights_ref.at[pair // choices, pair % choices])
+        sums = product(decoder, w2_ref, scale_ref, hidden_ref, expert, column, pair)
+        _store(out_ref, sums * weight[None, :], pair, column, inside)
+
+    _with_pairs(table, tiles.rows, w2_ref.shape[0], body)
+
+
+def _with_pairs(table, rows, count, body):
+    """Run `body(expert, pair i32[R], inside bool[R])` if the tile, grid's second axis, has pairs.
+
+    Unused places name a pair of another tile: what is made of it counts nowhere.
+    """
+    order_ref, expert_ref, first_ref, end_ref = table
+    tile = pl.program_id(1)
     expert = expert_ref[tile]
 
-    @pl.when(expert < bank_ref.shape[0])
+    @pl.when(expert < count)
     def _():
-        at = first_ref[tile] + jnp.arange(static["tiles"].rows, dtype=jnp.int32)
+        at = first_ref[tile] + jnp.arange(rows, dtype=jnp.int32)
         inside = at < end_ref[tile]
-        pair = launch.load(order_ref.at[jnp.where(inside, at, 0)])
-        row = pair // choices
-        body(*refs, expert, row, jnp.where(inside, pair, pairs), tile=feature_tile, **static)
+        body(expert, launch.load(order_ref.at[jnp.where(inside, at, 0)]), inside)
+
+
+def _store(ref, values, pair, column, inside):
+    """Store [column, pair] at ref[pair, column] where the pair is inside."""
+    pair = jnp.where(inside, pair, ref.shape[0])  # interpreted, a masked store writes all the same
+    at = (
+        jnp.broadcast_to(pair[None, :], values.shape),
+        jnp.broadcast_to(column[:, None], values.shape),
+    )
+    launch.store(ref.at[at], values, mask=jnp.broadcast_to(inside[None, :], values.shape))

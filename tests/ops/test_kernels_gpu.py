@@ -13,9 +13,9 @@ from .oracles import DTYPES, assert_close, assert_same_bits
 LARGEST = 8 << 30  # bytes of a case's arrays
 
 
-def measured(op):
+def measured(op, phase="decode"):
     found = []
-    for case in select(op, "gpu", "decode"):
+    for case in select(op, "gpu", phase):
         arrays = jax.eval_shape(lambda case=case: inputs(case, jnp.bfloat16))
         size = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(arrays))
         if size <= LARGEST:
@@ -31,7 +31,10 @@ def widened(arrays, dtype):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("case", [*measured("linear"), *measured("moe_mxfp4")])
+@pytest.mark.parametrize(
+    "case",
+    [*measured("linear"), *measured("moe_mxfp4"), *measured("moe_mxfp4", "prefill")],
+)
 def test_matches_the_reference_in_float32(case, dtype):
     arrays = jax.jit(lambda: inputs(case, dtype))()
     op = jax.jit(lambda arrays: jax.tree.leaves(bind(case, "pallas")(arrays))[0])  # not the health

@@ -29,6 +29,11 @@ from pallas_kernels.mxfp4_pallas import (
     raised,
     tiled,
 )
+from pallas_kernels.mxfp4_scaled_pallas import (
+    in_weights_order,
+    place_in_weights_order,
+    product,
+)
 
 from . import oracles
 
@@ -173,7 +178,57 @@ def product_in_a_kernel(decoder, words, scales, rows, interpret):
     )
 
 
+def scaled_product_in_a_kernel(decoder, words, scales, rows, interpret):
+    """The same with the scales in the weights, in a program of four warps."""
+    n = scales.shape[0]
+
+    def kernel(words_ref, scales_ref, rows_ref, out_ref):
+        index = jnp.arange(n, dtype=jnp.int32)
+        row = jnp.arange(len(rows), dtype=jnp.int32)
+        sums = product(decoder, words_ref, scales_ref, rows_ref, 0, index, row)
+        launch.store(out_ref.at[launch.mesh(index, row)], sums)
+
+    return launch.launch(
+        kernel,
+        tiled(words[None]),
+        joined(scales[None]),
+        in_weights_order(rows),
+        name="scaled_product",
+        grid=(1,),
+        out_shape=jax.ShapeDtypeStruct((n, len(rows)), jnp.float32),
+        interpret=interpret,
+        num_warps=4,
+    )
+
+
 IMPLS = ["interpret", pytest.param("pallas", marks=pytest.mark.gpu)]
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("columns", [32, 128])
+def test_scaled_weights_are_exact_on_every_code_and_scale(dtype, impl, columns):
+    """Every column of each of 256 rows of weights, whose groups have different scales.
+
+    Scales of 2^-126 and below wait for a GPU, as do their products: a CPU takes them for zero.
+    """
+    interpret = impl == "interpret"
+    generator = np.random.default_rng(0)
+    packed = generator.integers(0, 256, (256, columns // 2), dtype=np.uint8)
+    low, high = (2 if interpret else 0), 252  # 6 * 2^125 is below 2^128
+    scales = np.clip(np.arange(256)[:, None] + np.arange(columns // 32), low, high)
+    scales = scales.astype(np.uint8)
+    decoder = decoders(dtype, interpret=interpret)[int(interpret)]
+    run = jax.jit(partial(scaled_product_in_a_kernel, decoder, interpret=interpret))
+    rows = jnp.asarray(np.eye(columns), dtype)
+    actual = np.asarray(run(pack_words(packed), scales, rows))
+    np.testing.assert_array_equal(actual, oracles.mxfp4(packed, scales).astype(np.float32))
+
+
+@pytest.mark.parametrize("column", [0, 31, 32, 1000])
+def test_a_column_stands_where_the_weights_have_it(column):
+    rows = in_weights_order(jnp.arange(1024)[None, :])
+    assert int(rows[0, place_in_weights_order(jnp.int32(column))]) == column
 
 
 @pytest.mark.parametrize("impl", IMPLS)

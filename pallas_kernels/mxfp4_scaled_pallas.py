@@ -1,0 +1,75 @@
+"""MXFP4 weights with their scales inside, for products with many rows.
+
+The scales go into the weights, once for all rows, so that a product adds up a whole row of weights
+by itself. Weights stay in the registers they are decoded in, where NVIDIA's warp-group instructions
+take the left operand from; rows come through shared memory, their columns in the weights' order.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels import launch
+from pallas_kernels.mxfp4 import GROUP, LANES, WORD
+from pallas_kernels.mxfp4_pallas import Decoder, blocks_of, load_words
+
+
+def in_weights_order(rows: jax.Array) -> jax.Array:
+    """[..., K] with the columns of each group of 32 in the order of `scaled_weights`."""
+    groups = rows.reshape(*rows.shape[:-1], -1, LANES, WORD // 2, 2)
+    return jnp.swapaxes(groups, -3, -2).reshape(rows.shape)
+
+
+def place_in_weights_order(column: jax.Array) -> jax.Array:
+    """Where `in_weights_order` puts a column, i32."""
+    lane, pair = column >> 3 & 3, column >> 1 & 3
+    return (column & -GROUP) | pair << 3 | lane << 1 | (column & 1)
+
+
+def scaled_weights(
+    decoder: Decoder, words: jax.Array, scales: jax.Array, dtype: jnp.dtype
+) -> jax.Array:
+    """The weights of one block, [n, 32 G], of G groups: exact up to 2^128.
+
+    words, scales: of `load_words`.
+    """
+    n, lanes, groups = words.shape
+    shape = (n, lanes, groups)
+    shift = lax.broadcasted_iota(jnp.uint32, shape, 2) * 8
+    # 2^-127 is subnormal: bits of its own.
+    bits = jnp.maximum((jnp.broadcast_to(scales, shape) >> shift & 0xFF) << 23, 1 << 22)
+    factor = lax.bitcast_convert_type(bits, jnp.float32).astype(dtype)
+    values = decoder.decode(words[..., None], dtype)
+    if decoder.lowered:
+        values *= jnp.asarray(2.0**decoder.lowered, dtype)
+    pairs = (values * factor[..., None]).reshape(*shape, WORD // 2, 2)
+    return pairs.transpose(0, 2, 3, 1, 4).reshape(n, groups * GROUP)
+
+
+def product(
+    decoder: Decoder,
+    words_ref,  # `tiled` u32[E, N / 8, blocks, 8 rows' block]
+    scale_ref,  # `joined` u8[E, N, K / 32]
+    rows_ref,  # [rows, K] in the order of weights
+    expert: jax.Array,  # i32[]
+    weight: jax.Array,  # i32[n] rows of its weights
+    row: jax.Array,  # i32[R]
+) -> jax.Array:
+    """Some weights of an expert times some rows: f32[n, R]."""
+    blocks, groups = blocks_of(words_ref)
+    width, dtype = groups * GROUP, rows_ref.dtype
+
+    def add(block, total):
+        words, scales = load_words(words_ref, scale_ref, expert, weight, block, groups)
+        column = block * width + jnp.arange(width, dtype=jnp.int32)
+        return total + lax.dot_general(
+            scaled_weights(decoder, words, scales, dtype),
+            launch.load(rows_ref.at[launch.mesh(row, column)]),
+            (((1,), (1,)), ((), ())),
+            precision=lax.Precision.HIGHEST if dtype == jnp.float32 else None,
+            preferred_element_type=jnp.float32,
+        )
+
+    return lax.fori_loop(0, blocks, add, jnp.zeros((weight.size, row.size), jnp.float32))
