@@ -24,10 +24,14 @@ class StepBuffers:
     """
 
     def __init__(self, batch: Batch, output: StepOutput):
+        """For any thread: several processes need not make theirs in the same order."""
         self._batch, self._output = _zeros(batch), _zeros(output)
-        put = jax.jit(_second, donate_argnums=0, keep_unused=True)
+        put = jax.jit(
+            _put_batch, donate_argnums=0, keep_unused=True, out_shardings=_shardings(batch)
+        )
         self._put = put.lower(batch, batch).compile()
-        self._copy = jax.jit(_copied).lower(output).compile()
+        copy = jax.jit(_copy_output, out_shardings=_shardings(output))
+        self._copy = copy.lower(output).compile()
 
     def put(self, batch: Batch) -> Batch:
         """The batch on the device; what the step before was given is overwritten."""
@@ -45,14 +49,24 @@ class StepBuffers:
 
 
 def _zeros(shapes: Any) -> Any:
-    return jax.tree.map(
-        lambda leaf: jax.device_put(np.zeros(leaf.shape, leaf.dtype), leaf.sharding), shapes
-    )
+    """Made by each process for its own devices; `device_put` would compare them in a collective."""
+
+    def make(leaf: Any) -> jax.Array:
+        whole = np.zeros(leaf.shape, leaf.dtype)
+        return jax.make_array_from_callback(leaf.shape, leaf.sharding, lambda index: whole[index])
+
+    return jax.tree.map(make, shapes)
 
 
-def _copied(tree: Any) -> Any:
-    return jax.tree.map(jnp.copy, tree)
+def _shardings(shapes: Any) -> Any:
+    """Told to JAX, which leaves the pairing of donated arrays and results to XLA otherwise."""
+    return jax.tree.map(lambda leaf: leaf.sharding, shapes)
 
 
-def _second(_: Any, tree: Any) -> Any:
-    return _copied(tree)
+def _put_batch(place: Batch, batch: Batch) -> Batch:
+    del place
+    return jax.tree.map(jnp.copy, batch)
+
+
+def _copy_output(output: StepOutput) -> StepOutput:
+    return jax.tree.map(jnp.copy, output)

@@ -209,12 +209,12 @@ class Executor:
         begin = time.perf_counter()
         with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
             started = {
-                pool.submit(compile_timed, self._lower(step, self.sizes)): step for step in missing
+                pool.submit(self._build, step, self._lower(step, self.sizes)): step
+                for step in missing
             }
             for number, future in enumerate(as_completed(started), 1):
                 step = started[future]
-                compiled, seconds = future.result()
-                self._compiled[step] = (compiled, StepBuffers(*self._host_side(step, self.sizes)))
+                self._compiled[step], seconds = future.result()
                 self.compilations += 1
                 path = "specialized " if step.specialized else ""
                 name = f"{path}{step.kind} of {step.requests} x {step.rows}"
@@ -222,6 +222,15 @@ class Executor:
         if missing:
             seconds = time.perf_counter() - begin
             self.progress(f"{len(self._compiled)} executables after {seconds:.1f} s")
+
+    def _build(self, step: Step, lowered: Lowered) -> tuple[tuple[Compiled, StepBuffers], float]:
+        """The executable with its buffers, and the seconds they took.
+
+        No collective may run here: other ranks build in an order of their own.
+        """
+        begin = time.perf_counter()
+        built = (lowered.compile(), StepBuffers(*self._host_side(step, self.sizes)))
+        return built, time.perf_counter() - begin
 
     def _lower(self, step: Step, sizes: CacheSizes) -> Lowered:
         config, decode_config = self.config, self.decode_config
@@ -333,12 +342,6 @@ def device_memory(mesh: Mesh) -> tuple[int, int] | None:
     if not stats or "bytes_limit" not in stats:
         return None
     return stats["bytes_limit"], stats["bytes_in_use"]
-
-
-def compile_timed(lowered: Lowered) -> tuple[Compiled, float]:
-    """The executable, and the seconds it took."""
-    begin = time.perf_counter()
-    return lowered.compile(), time.perf_counter() - begin
 
 
 def check_params(params: Any, config: K3Config, tp: int) -> None:

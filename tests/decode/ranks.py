@@ -5,9 +5,11 @@ import sys
 import time
 
 import jax
+from places import batch_of, buffers_of, numbers, output_of, words
 from stepping import run
 
 from k3jax.decode.agreement import agree, agree_on_minimum, refusal
+from k3jax.decode.batch import Step
 from k3jax.decode.failstop import FailStop
 from k3jax.decode.faults import Fault
 from k3jax.parallel import make_mesh
@@ -35,6 +37,18 @@ def unheard(call):
     return None
 
 
+def buffered(mesh, rank):
+    """What comes back from buffers that each rank makes in an order of its own, as compilers end.
+
+    [numbers of batches, of outputs, this rank's health words]
+    """
+    steps = (Step("prefill", 2, 8), Step("decode", 2, 2), Step("decode", 1, 1))
+    made = {step: buffers_of(step, mesh) for step in steps[rank % 3 :] + steps[: rank % 3]}
+    batches = set().union(*(numbers(made[step].put(batch_of(step, 1))) for step in steps))
+    outputs = [made[step].take(output_of(step, mesh, 1)) for step in steps]
+    return [list(batches), list(numbers(outputs)), [words(output) for output in outputs]]
+
+
 def main(address, ranks, rank):
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.config.update("jax_enable_preemption_service", False)
@@ -50,6 +64,7 @@ def main(address, ranks, rank):
     }
     # All that so far needed no device of another process: the backend did not exist.
     mesh = make_mesh(ranks)
+    found["buffers"] = buffered(mesh, rank)
     found["stop"] = run(mesh, FailStop(mesh, EVERY, Fault(1, 21, "diverged")), 80)
     found["fine again"] = run(mesh, FailStop(mesh, EVERY), 20)[2]
     topic = "another thing" if last else "one thing"

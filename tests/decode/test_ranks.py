@@ -54,6 +54,7 @@ def test_ranks_agree_and_stop_together(ranks):
         assert own["last"] == f"{start_of} these weights: {reasons} {end}"
         assert own["all"] == f"{start_of} this cache: reason of {rank} {end}"
         assert own["minimum"] == 100 - last
+        assert own["buffers"] == [[1], [1], [[1 + rank]] * 3]
         assert own["fine again"] is None
         assert "start all ranks with the same command" in own["apart"][0]
         if rank != last:
