@@ -25,7 +25,7 @@ from k3jax.decode.config import DecodeConfig
 from k3jax.decode.planner import drafts_of, plan_step
 from k3jax.model.decoder import Decoder, take_rows
 from k3jax.model.inputs import Residual, StepPlan, Tap, silent
-from k3jax.parallel import REPLICATED, spmd
+from k3jax.parallel import REPLICATED, shardings, spmd
 from k3jax.request import MAX_LOGPROBS
 from k3jax.sampling import Sampled, observe, prompt_logprobs, sample
 from k3jax.speculative import Drafter, speculate
@@ -63,7 +63,8 @@ def build_step(
     `graph` runs what the step's kernels do not replace. `params` is the packed tree of plain dicts,
     and with a `drafter` the pair of it and the drafter's; `draft_shapes` is what that keeps. Cache
     and health are donated, and so is `place`, a StepOutput in whose memory the new one is left, or
-    None: JAX pairs donated arguments and results of one shape in their order.
+    None: JAX pairs donated arguments and results of one shape in their order, if it is told the
+    results' shardings; otherwise XLA pairs what is of one size.
     """
 
     def run(
@@ -85,11 +86,9 @@ def build_step(
 
     specs = cache_specs(config, draft_shapes)
     params_specs = param_specs if drafter is None else (param_specs, REPLICATED)
+    results = (specs, REPLICATED, REPLICATED)
     on_all_ranks = spmd(
-        run,
-        mesh,
-        in_specs=(params_specs, specs, REPLICATED, REPLICATED),
-        out_specs=(specs, REPLICATED, REPLICATED),
+        run, mesh, in_specs=(params_specs, specs, REPLICATED, REPLICATED), out_specs=results
     )
 
     def placed(
@@ -98,7 +97,12 @@ def build_step(
         del place
         return on_all_ranks(params, cache, batch, health)
 
-    return jax.jit(placed, donate_argnums=(1, 3, 4), keep_unused=True)
+    return jax.jit(
+        placed,
+        donate_argnums=(1, 3, 4),
+        keep_unused=True,
+        out_shardings=shardings(mesh, results),
+    )
 
 
 def forward(

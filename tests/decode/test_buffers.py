@@ -1,5 +1,6 @@
 """What a step takes and gives stays at its addresses, on every rank, and nothing is mixed up."""
 
+import re
 from dataclasses import replace
 
 import jax
@@ -95,3 +96,14 @@ def test_a_word_stays_with_its_rank(two_ranks):
     assert votes.shape == (2, 3)
     assert not votes[0, 0]
     executor.health = executor.health - executor.health
+
+
+def test_each_result_has_a_place_of_its_own(two_ranks):
+    """JAX says which; XLA would choose among those of one size, and a layer might move."""
+    executor = two_ranks.executor
+    own = (executor.cache, executor.health)
+    for step in executor.steps:
+        text = executor._lower(step, executor.sizes).as_text()
+        results = len(jax.tree.leaves((own, executor._host_side(step, executor.sizes)[1])))
+        found = [int(number) for number in re.findall(r"tf.aliasing_output = (\d+)", text)]
+        assert found == list(range(results))
