@@ -52,6 +52,7 @@ WIDTHS = {1: (1, 1), 8: (1, 8), 16: (2, 8)}  # rows: (requests, rows of each)
 KINDS = {"whole": ("kda",) * LAYERS, "ffn": ("mla",) * LAYERS}
 SLICE = ("kda", "kda", "kda", "mla")
 CHUNK = 8192
+MOST_PARTS = 30  # kernels that are listed
 # In the names of kernels; XLA's own reductions are named after the psum.
 REDUCTION = re.compile("nccl|all.?reduce|psum", re.IGNORECASE)
 
@@ -271,9 +272,14 @@ def report_decode(
             flush=True,
         )
         if parts:
-            for name, seconds in sorted(time.parts.items(), key=lambda part: -part[1])[:30]:
-                print(f"    {seconds / LAYERS * 1e6:8.2f} us  {name[:70]}", flush=True)
+            print_parts(time)
         yield record
+
+
+def print_parts(time: timing.Timing) -> None:
+    """What each kernel takes of a layer, the largest first."""
+    for name, seconds in sorted(time.parts.items(), key=lambda part: -part[1])[:MOST_PARTS]:
+        print(f"    {seconds / LAYERS * 1e6:8.2f} us  {name[:70]}", flush=True)
 
 
 def beside_stock(record: dict[str, Any]) -> str:
@@ -290,7 +296,9 @@ def beside_one(record: dict[str, Any]) -> str:
     return f"{more}  {reductions}  quickest device {quickest:.1f} us"
 
 
-def report_prefill(contexts: list[int], impl: Impl, tp: int, progress: Progress) -> Iterator[dict]:
+def report_prefill(
+    contexts: list[int], impl: Impl, tp: int, parts: bool, progress: Progress
+) -> Iterator[dict]:
     """Prompt tokens a second of three KDA layers and an MLA layer, in the chunk at each context."""
     rows = ("prefill", 1, CHUNK)
     cases = [
@@ -302,6 +310,8 @@ def report_prefill(contexts: list[int], impl: Impl, tp: int, progress: Progress)
         rate = CHUNK / time.seconds
         took = f"{time.seconds * 1e3:.2f} ms  {rate:.0f} tokens/s of {LAYERS} layers"
         print(f"{case.name:38} TP {case.ranks}  {took}", flush=True)
+        if parts:
+            print_parts(time)
         spread = {"ms": time.seconds * 1e3, "spread_ms": time.spread * 1e3}
         yield {"name": case.name, "tp": case.ranks, **spread, "tokens_per_second": rate}
 
@@ -341,7 +351,7 @@ def main() -> int:
             cases = decode_cases(kind, impls, options.widths, options.tp)
             records += report_decode(cases, bandwidth, options.kernels, progress)
     if "prefill" in options.part and progress.in_time("prefill"):
-        records += report_prefill(options.contexts, "pallas", options.tp, progress)
+        records += report_prefill(options.contexts, "pallas", options.tp, options.kernels, progress)
     header = {"benchmark": "layer", "jax": jax.__version__, "command_buffers": buffers}
     header |= progress.record()
     print(json.dumps({**header, "cases": records}))

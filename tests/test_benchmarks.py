@@ -197,7 +197,8 @@ def test_layers_are_timed_width_by_width(capsys, small_layers):
     assert progress.failed == ["ffn  1 rows (1 x 1) at TP 1 by pallas"]
     assert "stock 0.5 us" in rows[1]
     assert rows[2].endswith("kernel")
-    [record] = layer.report_prefill([32], "reference", 1, progress)
+    [record] = layer.report_prefill([32], "reference", 1, True, progress)
+    assert capsys.readouterr().out.splitlines()[1].endswith("kernel")
     assert record["tokens_per_second"] == pytest.approx(8e6)
 
 
@@ -230,7 +231,7 @@ def test_layers_of_several_ranks_stand_beside_those_of_one(monkeypatch, capsys, 
     assert two["percent"] == pytest.approx(one["percent"] / 2)
     assert two["reductions_us"] == pytest.approx(0.1)
     assert "+0.5 us over TP 1  reductions 0.1 us" in capsys.readouterr().out.splitlines()[1]
-    rows = list(layer.report_prefill([16], "reference", 2, progress))
+    rows = list(layer.report_prefill([16], "reference", 2, False, progress))
     assert [row["tp"] for row in rows] == [1, 2]
     assert progress.status == 0
 
