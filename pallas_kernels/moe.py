@@ -57,8 +57,7 @@ def choose(
 ) -> tuple[jax.Array, jax.Array]:
     """The second half of `route`, from its products x @ weight.T on."""
     require_impl("choose", impl)
-    if not 0 < top_k <= logits.shape[1]:
-        raise ValueError(f"top_k {top_k} lies outside [1, {logits.shape[1]} experts]")
+    _require_experts(top_k, logits)
     run = choose_reference
     if impl != "reference":
         require_few_rows("choose", logits.shape[0])
@@ -81,9 +80,20 @@ def choose_beside(
     """`choose`, and beside it f32[W, N] = `linear(x, weight)` of something else, in one launch.
 
     The W rows are those of B requests, of which the first rows[b] are real. The others choose no
-    expert: -1, of weight 0, so that no expert is read for them.
+    expert: -1, of weight 0, so that no expert is read for them. Raises ValueError when shapes do
+    not fit together, and what `choose` raises.
     """
     require_impl("choose_beside", impl)
+    _require_experts(top_k, logits)
+    if (
+        logits.shape[0] != x.shape[0]
+        or logits.shape[0] % rows.size
+        or x.shape[1] != weight.shape[1]
+    ):
+        raise ValueError(
+            "choose_beside takes logits[W,E], x[W,K], weight[N,K] and rows[B] with B a divisor of "
+            f"W, got {logits.shape}, {x.shape}, {weight.shape} and {rows.shape}"
+        )
     options: dict[str, Any] = {"scaling": scaling, "renormalize": renormalize}
     if impl == "reference":
         experts, weights = choose(logits, bias, top_k=top_k, impl=impl, **options)
@@ -95,6 +105,11 @@ def choose_beside(
     return choose_beside_pallas(
         logits, bias, x, weight, rows, top_k=top_k, interpret=impl == "interpret", **options
     )
+
+
+def _require_experts(top_k: int, logits: jax.Array) -> None:
+    if not 0 < top_k <= logits.shape[1]:
+        raise ValueError(f"top_k {top_k} lies outside [1, {logits.shape[1]} experts]")
 
 
 def moe(

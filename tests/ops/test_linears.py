@@ -49,22 +49,51 @@ def test_each_gives_what_it_gives_alone(impl, dtype, rows):
         assert np.abs(out - right).max() <= tolerance * np.abs(right).max()
 
 
+ROUTE = {"top_k": 6, "scaling": 1.5, "renormalize": True}
+
+
+def beside(count, real, dtype):
+    """Operands of choose_beside for `count` rows of requests with so many real ones."""
+    x, (weight,) = arrays(count, 96, (70,), dtype)
+    random = np.random.default_rng(0)
+    shapes = ((count, 37), (37,))
+    logits, bias = (jnp.asarray(random.standard_normal(s), jnp.float32) for s in shapes)
+    return logits, bias, x, weight, jnp.array(real, jnp.int32)
+
+
 @pytest.mark.parametrize("impl", IMPLS)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_a_choice_beside_a_linear_layer(impl, dtype):
-    x, (weight,) = arrays(5, 96, (70,), dtype)
-    random = np.random.default_rng(0)
-    logits, bias = (jnp.asarray(random.standard_normal(s), jnp.float32) for s in ((5, 37), (37,)))
-    options = {"top_k": 6, "scaling": 1.5, "renormalize": True}
-    operands = (logits, bias, x, weight, jnp.array([1, 1, 1, 0, 1], jnp.int32))
-    found = choose_beside(*operands, impl=impl, **options)
-    experts, weights, out = choose_beside(*operands, impl="reference", **options)
-    assert ((np.asarray(experts) >= 0).all(axis=1) == np.array([1, 1, 1, 0, 1])).all()
-    assert (experts[3] == -1).all()
-    assert not np.asarray(weights[3]).any()
+@pytest.mark.parametrize(
+    ("real", "live"),
+    [([1, 1, 1, 0, 1], [1, 1, 1, 0, 1]), ([2, 0, 3], [1, 1, 0, 0, 0, 0, 1, 1, 1])],
+)
+def test_a_choice_beside_a_linear_layer(impl, dtype, real, live):
+    """Of requests with a row each, and with three."""
+    operands = beside(len(live), real, dtype)
+    found = choose_beside(*operands, impl=impl, **ROUTE)
+    experts, weights, out = choose_beside(*operands, impl="reference", **ROUTE)
+    live = np.array(live, bool)
+    assert ((np.asarray(experts) >= 0).all(axis=1) == live).all()
+    assert (experts[~live] == -1).all()
+    assert not np.asarray(weights[~live]).any()
     assert (found[0] == experts).all()
     np.testing.assert_allclose(found[1], weights, rtol=1e-6)
     np.testing.assert_allclose(found[2], out, atol=1e-5)
+
+
+@pytest.mark.parametrize("impl", ["reference", "interpret", "pallas"])
+def test_a_choice_that_cannot_be_is_refused(impl):
+    """Alike by all implementations: the kernel would choose experts that do not exist."""
+    logits, bias, x, weight, rows = beside(4, [1, 1], "float32")
+    with pytest.raises(ValueError, match=r"top_k 38 lies outside \[1, 37 experts\]"):
+        choose_beside(logits, bias, x, weight, rows, impl=impl, **{**ROUTE, "top_k": 38})
+    for misfit in (
+        (logits, bias, x[:3], weight, rows),
+        (logits, bias, x, weight[:, :95], rows),
+        (logits, bias, x, weight, jnp.zeros(3, jnp.int32)),
+    ):
+        with pytest.raises(ValueError, match="B a divisor of W, got"):
+            choose_beside(*misfit, impl=impl, **ROUTE)
 
 
 def test_misfits_are_refused():
