@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from pallas_kernels import launch
-from pallas_kernels.linear_pallas import PORTABLE_STAGES
+from pallas_kernels.linear_tile_pallas import PORTABLE_STAGES
 from pallas_kernels.linears_pallas import LinearsTiles, feature_tile
 from pallas_kernels.route_pallas import top_k_row
 

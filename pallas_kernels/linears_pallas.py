@@ -17,7 +17,7 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels import launch
 from pallas_kernels.activation import Activation, gated
-from pallas_kernels.linear_pallas import PORTABLE_STAGES, accumulate, gate_and_up
+from pallas_kernels.linear_tile_pallas import PORTABLE_STAGES, accumulate, gate_and_up
 
 NAME = "linears"
 

@@ -28,7 +28,7 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels import launch
 from pallas_kernels.activation import Activation, gated
-from pallas_kernels.linear_pallas import gate_and_up
+from pallas_kernels.linear_tile_pallas import gate_and_up
 from pallas_kernels.linear_warp_pallas import products
 from pallas_kernels.loops import sum_blocks
 from pallas_kernels.moe_mono_tiles import (
