@@ -61,7 +61,8 @@ class Batch:
 class StepOutput:
     """What a step gives the host, whole on every rank; of T sampled rows the first `count` count.
 
-    T is 1 in prefill. Log probabilities are zero unless a request of the batch wants them.
+    T is 1 in prefill. Log probabilities are zero unless a request of the batch wants them. The host
+    has a copy, which no later step touches (see buffers.py).
     """
 
     tokens: jax.Array  # i32[B, T]
@@ -70,7 +71,7 @@ class StepOutput:
     top_ids: jax.Array  # i32[B, T, 20]
     top_logprobs: jax.Array  # f32[B, T, 20]
     nonfinite: jax.Array  # bool[B] the request met a NaN or infinity and must fail
-    health: jax.Array  # u32[] the word after this step; a buffer that no later step takes over
+    health: jax.Array  # u32[] the word after this step; ranks may hold different ones
     prompt_logprobs: jax.Array | None = None  # prefill f32[B, T]: of the token AFTER each row
     prompt_top_ids: jax.Array | None = None  # prefill i32[B, T, 20]
     prompt_top_logprobs: jax.Array | None = None  # prefill f32[B, T, 20]
