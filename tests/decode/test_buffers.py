@@ -9,10 +9,11 @@ import pytest
 from made import drive, made_config, made_weights, run_of
 from places import addresses, batch_of, buffers_of, numbers, output_of, words
 
-from k3jax.decode.batch import Step
+from k3jax.decode.batch import Step, empty_batch
 from k3jax.decode.failstop import FailStop
 from k3jax.decode.faults import Fault
 from k3jax.parallel import make_mesh
+from k3jax.snapshots import NOTHING, resume_from
 from k3jax.speculative import NgramDrafter
 from pallas_kernels import BIT_WAIT
 
@@ -80,8 +81,26 @@ def test_nothing_moves_on_two_ranks(two_ranks):
         driver.admit(1, [1, 2, 3])
         driver.chunk({1: [1, 2, 3]}, final=True)
         executor.save(1, 3, 0)
+        executor.resume(resume_from(NOTHING, 1, [], executor.sizes))
         all_steps()
         assert places() == own
+
+
+def test_a_mask_holds_for_its_step_alone(two_ranks):
+    """It comes from the host into the place where the mask of all tokens lay, and lies again."""
+    driver, executor, prompt = two_ranks, two_ranks.executor, [5, 6, 7]
+    wanted = driver.greedy(2, prompt, 4, chunks=(32,))
+    driver.prefill(1, prompt, chunks=(32,))
+    step = next(s for s in executor.steps if (s.kind, s.rows) == ("decode", 1))
+    batch = empty_batch(step, executor.sizes, executor.config.vocab_size, masked=True)
+    batch.slots[0] = 1
+    for token in (7, 40):
+        batch.bitmask[0] = 0
+        batch.bitmask[0, 0, token // 32] = 1 << token % 32
+        output = driver.run(step, batch, driver.updates(1, 0, 32))
+        assert output.tokens[0, 0] == token
+        batch = replace(batch, bitmask=batch.bitmask.copy())  # the other may still be on its way
+    assert driver.greedy(2, prompt, 4, chunks=(32,)) == wanted
 
 
 def test_a_word_stays_with_its_rank(two_ranks):
