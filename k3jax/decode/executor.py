@@ -77,7 +77,11 @@ class Executor:
         progress: Callable[[str], None] = LOGGER.info,
     ):
         if (drafter is None) != (decode_config.drafter == "none"):
-            raise ValueError(f"drafter is {decode_config.drafter}, but the one given {drafter}")
+            given = "none was given" if drafter is None else f"a {type(drafter).__name__} was given"
+            raise ValueError(
+                f"the config has drafter {decode_config.drafter}, but {given}: make both with "
+                "speculative_model.make_drafter"
+            )
         if mesh.size != decode_config.tp:
             raise ValueError(f"tp is {decode_config.tp}, but the mesh has {mesh.size} devices")
         check_params(params, config, decode_config.tp)
@@ -306,7 +310,7 @@ class Executor:
         return fit(decode_config, sizes, needs, free if memory is None else memory)
 
     def _profile(self, sizes: CacheSizes, *, measure: bool) -> int | None:
-        """Try the largest steps and the kernels on a small cache, before the real one is made.
+        """Compile the largest steps, show the kernels a small cache, before the real one is made.
 
         Returns the bytes of a device that the cache may take; None where the backend does not say
         how much memory it has (a CPU), or if nobody wants to `measure`.

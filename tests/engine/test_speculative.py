@@ -320,7 +320,7 @@ def test_refusals(parts, golden):
     params, config, mesh = parts
     with pytest.raises(ValueError, match="drafter ngram needs num_spec"):
         replace(RUN, drafter="ngram")
-    with pytest.raises(ValueError, match="drafter is ngram, but the one given None"):
+    with pytest.raises(ValueError, match="drafter ngram, but none was given"):
         Executor(params, config, replace(RUN, drafter="ngram", **DRAFTED["ngram"]), mesh)
     linear = golden / "kimi-linear-tiny"
     with pytest.raises(ValueError, match=r"vocabulary of 192 .*: give one that was made for it"):
