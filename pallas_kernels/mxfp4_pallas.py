@@ -107,11 +107,19 @@ def decode_cuda(words: jax.Array, dtype: jnp.dtype) -> jax.Array:
     exponent and mantissa are the value times 2^-126, the subnormal one too: the tensor cores
     multiply subnormal values exactly.
     """
+    return joined_pairs(pairs_cuda(words), dtype)
+
+
+def pairs_cuda(words: jax.Array) -> list[jax.Array]:
+    """The values of a word's neighboring columns, two bfloat16 each, times 2^-126: 4 u32[...]."""
     turned = (words >> TURN) | (words << (32 - TURN))
     gathered = (turned & jnp.uint32(GATHERED)) * jnp.uint32(GATHER)
-    first, second, third, fourth = (
-        (pair & jnp.uint32(KEPT))[..., 0] for pair in (words, words << 3, turned, gathered)
-    )
+    return [(pair & jnp.uint32(KEPT))[..., 0] for pair in (words, words << 3, turned, gathered)]
+
+
+def joined_pairs(pairs: list[jax.Array], dtype: jnp.dtype) -> jax.Array:
+    """Four pairs of columns u32[...] as bfloat16[..., 8]."""
+    first, second, third, fourth = pairs
     halves = jnp.stack([first, third], axis=-1), jnp.stack([second, fourth], axis=-1)
     return _halves(jnp.stack(halves, axis=-1).reshape(*first.shape, WORD // 2), dtype)
 

@@ -13,7 +13,13 @@ from jax import lax
 
 from pallas_kernels import launch
 from pallas_kernels.mxfp4 import GROUP, LANES, WORD
-from pallas_kernels.mxfp4_pallas import Decoder, blocks_of, load_words
+from pallas_kernels.mxfp4_pallas import (
+    Decoder,
+    blocks_of,
+    joined_pairs,
+    load_words,
+    pairs_cuda,
+)
 
 
 def in_weights_order(rows: jax.Array) -> jax.Array:
@@ -40,12 +46,31 @@ def scaled_weights(
     shift = lax.broadcasted_iota(jnp.uint32, shape, 2) * 8
     # 2^-127 is subnormal: bits of its own.
     bits = jnp.maximum((jnp.broadcast_to(scales, shape) >> shift & 0xFF) << 23, 1 << 22)
-    factor = lax.bitcast_convert_type(bits, jnp.float32).astype(dtype)
-    values = decoder.decode(words[..., None], dtype)
     if decoder.lowered:
-        values *= jnp.asarray(2.0**decoder.lowered, dtype)
-    pairs = (values * factor[..., None]).reshape(*shape, WORD // 2, 2)
-    return pairs.transpose(0, 2, 3, 1, 4).reshape(n, groups * GROUP)
+        factor = bits >> 16 | bits
+        pairs = [_scaled_pair(pair, factor) for pair in pairs_cuda(words[..., None])]
+        values = joined_pairs(pairs, dtype)
+    else:
+        factor = lax.bitcast_convert_type(bits, jnp.float32).astype(dtype)
+        values = decoder.decode(words[..., None], dtype) * factor[..., None]
+    columns = values.reshape(*shape, WORD // 2, 2).transpose(0, 2, 3, 1, 4)
+    return columns.reshape(n, groups * GROUP)
+
+
+def _scaled_pair(pair: jax.Array, factor: jax.Array) -> jax.Array:
+    """Two bfloat16 of u32 `pair` times 2^126, which decoding left out, and times those of `factor`.
+
+    Two products, since one factor would leave bfloat16's range; two values an instruction.
+    """
+    [scaled] = launch.inline_asm(
+        "{ .reg .b32 up; mov.b32 up, 0x7E807E80; mul.rn.bf16x2 up, $1, up;"
+        " mul.rn.bf16x2 $0, up, $2; }",
+        args=[pair, factor],
+        constraints="=r,r,r",
+        pack=1,
+        result_shape_dtypes=[jax.ShapeDtypeStruct(pair.shape, jnp.int32)],
+    )
+    return scaled.astype(jnp.uint32)
 
 
 def product(
@@ -57,19 +82,25 @@ def product(
     weight: jax.Array,  # i32[n] rows of its weights
     row: jax.Array,  # i32[R]
 ) -> jax.Array:
-    """Some weights of an expert times some rows: f32[n, R]."""
+    """Some weights of an expert times some rows: f32[n, R]; n is a multiple of 16.
+
+    Four warps load 32 rows of weights at once, eight a warp, but multiply 16 neighboring ones each.
+    So that a lane multiplies what it loaded, neighbors by eight are loaded apart.
+    """
     blocks, groups = blocks_of(words_ref)
-    width, dtype = groups * GROUP, rows_ref.dtype
+    width, dtype, n = groups * GROUP, rows_ref.dtype, weight.size
+    apart = weight.reshape(n // 16, 2, 8).transpose(1, 0, 2).reshape(n)
 
     def add(block, total):
-        words, scales = load_words(words_ref, scale_ref, expert, weight, block, groups)
+        words, scales = load_words(words_ref, scale_ref, expert, apart, block, groups)
+        weights = scaled_weights(decoder, words, scales, dtype).reshape(2, n // 16, 8, width)
         column = block * width + jnp.arange(width, dtype=jnp.int32)
         return total + lax.dot_general(
-            scaled_weights(decoder, words, scales, dtype),
+            weights.transpose(1, 0, 2, 3).reshape(n, width),
             launch.load(rows_ref.at[launch.mesh(row, column)]),
             (((1,), (1,)), ((), ())),
             precision=lax.Precision.HIGHEST if dtype == jnp.float32 else None,
             preferred_element_type=jnp.float32,
         )
 
-    return lax.fori_loop(0, blocks, add, jnp.zeros((weight.size, row.size), jnp.float32))
+    return lax.fori_loop(0, blocks, add, jnp.zeros((n, row.size), jnp.float32))

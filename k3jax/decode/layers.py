@@ -29,13 +29,11 @@ GPUS = ("gpu", "cuda", "rocm")  # platforms that Pallas compiles for
 
 @dataclass(frozen=True)
 class KernelLayer:
-    """A layer of Pallas ops: K1 or attention up to the input of o_proj, then K2.
+    """A layer of Pallas ops, of a kind that `layer_kinds` names but "stock".
 
-    `kind` "whole": KDA and the latent experts; "ffn": latent attention before them. Layers that
-    start a residual block are functions of their own.
+    Layers that start a residual block are functions of their own.
     """
 
-    kind: str
     graph: nnx.GraphDef
     starts_block: bool
 
@@ -76,7 +74,7 @@ def layer_kernels(config: K3Config, tp: int, impl: Impl) -> LayerKernels:
     block = config.attn_res_block or 1
     return LayerKernels(
         {
-            index: KernelLayer(kind, graphs[kind], index % block == 0)
+            index: KernelLayer(graphs[kind], index % block == 0)
             for index, kind in enumerate(kinds)
             if kind != "stock"
         }

@@ -207,7 +207,7 @@ def layer_body(
     tracing: bool,
     ranks: int,
 ) -> tuple[Residual, LayerCache, jax.Array, jax.Array, dict[str, jax.Array]]:
-    """One stock layer as a function that all layers of its kind share, traced and lowered once.
+    """One layer as a function that all layers of its kind share, traced and lowered once.
 
     The last result holds the named intermediates, whole on every rank, if `tracing`. What was
     traced for one number of `ranks` is no other's.
