@@ -29,6 +29,7 @@ from urllib.parse import urlsplit
 from benchmarks.progress import Progress, add_limit
 
 DONE = b"data: [DONE]"
+END_SECONDS = 30.0  # for a server to end by itself
 
 
 @dataclass(frozen=True)
@@ -126,7 +127,12 @@ def running(command: Sequence[str], url: str, path: str, patience: float) -> Ite
         yield
     finally:
         process.terminate()
-        process.wait(30)
+        try:
+            process.wait(END_SECONDS)
+        except subprocess.TimeoutExpired:
+            print(f"the server did not end within {END_SECONDS:g} s, and is killed", flush=True)
+            process.kill()
+            process.wait()
 
 
 @contextlib.contextmanager
