@@ -115,13 +115,15 @@ class SnapshotPool:
             out_specs=cached,
         )
         order = np.zeros(3, np.int32)
+        # Told where results lie, JAX gives each donated array its own; XLA goes by size alone.
+        kept = shardings(mesh, (specs, REPLICATED))
         self._save: Compiled = (
-            jax.jit(saves, donate_argnums=(1, 2))
+            jax.jit(saves, donate_argnums=(1, 2), out_shardings=kept)
             .lower(cache, self._snapshots, health, order)
             .compile()
         )
         self._resume: Compiled = (
-            jax.jit(resumes, donate_argnums=0)
+            jax.jit(resumes, donate_argnums=0, out_shardings=shardings(mesh, cached))
             .lower(cache, self._snapshots, resume_from(NOTHING, 1, [], sizes))
             .compile()
         )
