@@ -1,9 +1,10 @@
-"""A server that a benchmark starts is gone afterwards, and costs it no result."""
+"""benchmarks.serve: one level that fails, or a server that does not end, costs no result."""
 
 import subprocess
 import sys
 
 import pytest
+from commands import command, last_line
 
 from benchmarks import serve
 
@@ -52,3 +53,17 @@ def test_a_server_that_ends_too_soon_is_told(started):
         serve.running(command, "http://127.0.0.1:1", "/ready", 30.0),
     ):
         pytest.fail("it never was ready")
+
+
+def test_a_server_that_refuses_has_no_times(monkeypatch, capsys):
+    async def level(url, concurrency, options):
+        if concurrency == 4:
+            raise RuntimeError("429")
+        return dict.fromkeys(("concurrency", "ttft", "tpot", "tokens", "requests"), 1.0)
+
+    monkeypatch.setattr(serve, "level", level)
+    assert command(monkeypatch, serve, "--url", "http://127.0.0.1:1") == 1
+    rows, record = last_line(capsys)
+    assert record["failed"] == ["4 clients"]
+    assert len(record["results"]) == 2
+    assert len(rows) == 4

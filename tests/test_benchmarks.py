@@ -1,7 +1,6 @@
 """The benchmarks' commands without a GPU: rows as they come, failures passed over, a last line."""
 
 import dataclasses
-import json
 import runpy
 import sys
 from pathlib import Path
@@ -10,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from commands import command, last_line
 
 from benchmarks import (
     acceptance,
@@ -18,8 +18,6 @@ from benchmarks import (
     kernels,
     layer,
     layer_inputs,
-    ranks,
-    serve,
     soak,
     timing,
 )
@@ -40,17 +38,6 @@ SMALL = [
     dataclasses.replace(select(op, "tiny")[0], tags=frozenset({"gpu", "tiny"}))
     for op in ("linear", "moe_mxfp4", "moe_mono", "kda_decode", "mla_decode")
 ]
-
-
-def command(monkeypatch, module, *arguments):
-    """Run a benchmark's main with these arguments."""
-    monkeypatch.setattr(sys, "argv", [module.__name__, *arguments])
-    return module.main()
-
-
-def last_line(capsys):
-    *rows, last = capsys.readouterr().out.splitlines()
-    return rows, json.loads(last)
 
 
 @pytest.fixture
@@ -394,80 +381,3 @@ def test_a_peer_is_heard_out_and_ended_in_time():
     slow = f"{talk}; time.sleep(60)"
     status, said = kernels.run_peer([sys.executable, "-c", slow], Progress(0.05))
     assert (status, said) == (None, ["one", "two"])
-
-
-def test_a_server_that_refuses_has_no_times(monkeypatch, capsys):
-    async def level(url, concurrency, options):
-        if concurrency == 4:
-            raise RuntimeError("429")
-        return dict.fromkeys(("concurrency", "ttft", "tpot", "tokens", "requests"), 1.0)
-
-    monkeypatch.setattr(serve, "level", level)
-    assert command(monkeypatch, serve, "--url", "http://127.0.0.1:1") == 1
-    rows, record = last_line(capsys)
-    assert record["failed"] == ["4 clients"]
-    assert len(record["results"]) == 2
-    assert len(rows) == 4
-
-
-FAKE_RANK = """
-import sys, time
-part, rank = sys.argv[1], int(sys.argv[5])
-if part == "soak":
-    sys.exit("a page is missing")
-if part == "text":
-    print("compiled")
-    print('{"layers": 3}')
-if part == "fault":
-    sys.exit("all ranks stop at step 32: rank 1 has health word 0x1")
-if part == "kill":
-    print("steps are run")
-    time.sleep(60 if rank + 1 == int(sys.argv[2]) else 3)
-    sys.exit("rank 1 ended")
-"""
-
-
-@pytest.fixture
-def fake_rank(monkeypatch, tmp_path):
-    """A process that only says what one of a part would."""
-    path = tmp_path / "parts.py"
-    path.write_text(FAKE_RANK)
-    monkeypatch.setattr(ranks, "CHILD", path)
-    return path
-
-
-def test_a_part_of_several_ranks_costs_the_others_nothing(monkeypatch, capsys, fake_rank):
-    assert command(monkeypatch, ranks, "--tp", "4") == 1
-    rows, record = last_line(capsys)
-    assert record["failed"] == ["soak"]
-    assert record["text"] == {"layers": 3}
-    assert record["fault"] == {"stop": "all ranks stop at step 32: rank 1 has health word 0x1"}
-    assert record["kill"]["statuses"] == [1, 1, 1, -9]
-    assert record["kill"]["ends"] == [["rank 1 ended"]] * 3
-    assert rows[-4:-2] == ["---- soak: process 0 said at last", "a page is missing"]
-
-
-@pytest.mark.parametrize(
-    ("part", "old", "new", "said"),
-    [
-        ("fault", "32: rank 1", '" + str(rank) + "', "exit statuses [1, 1]"),
-        ("fault", "sys.exit(", "print(", "exit statuses [0, 0]"),
-        ("kill", "sys.exit(", "0 and (", "exit statuses [0, -9]"),
-        ("text", FAKE_RANK, "import time; time.sleep(60)", "out of time until all ended"),
-    ],
-)
-def test_ranks_that_do_not_hold_are_told(monkeypatch, capsys, fake_rank, part, old, new, said):
-    fake_rank.write_text(FAKE_RANK.replace(old, new))
-    seconds = "1" if part == "text" else "60"
-    assert command(monkeypatch, ranks, "--part", part, "--seconds", seconds) == 1
-    rows, record = last_line(capsys)
-    assert record["failed"] == [part]
-    assert said in rows[-1]
-
-
-@pytest.mark.slow
-def test_ranks_on_a_cpu(monkeypatch, capsys):
-    """Really: minutes of compiling."""
-    assert command(monkeypatch, ranks, "--steps", "300", "--seconds", "600") == 0
-    _, record = last_line(capsys)
-    assert record["fault"]["stop"].startswith("all ranks stop at step 32: rank 1 has health word")
