@@ -188,10 +188,12 @@ class Executor:
     def _all_tokens(self) -> dict[tuple[int, int], jax.Array]:
         """The bitmasks of steps without a grammar, which stay on the devices."""
         whole = NamedSharding(self.mesh, REPLICATED)
-        masks = {}
+        masks: dict[tuple[int, int], jax.Array] = {}
         for step in self.steps:
-            batch = empty_batch(step, self.sizes, self.config.vocab_size, masked=True)
-            masks[step.requests, step.sampled_rows] = jax.device_put(batch.bitmask, whole)
+            key = (step.requests, step.sampled_rows)
+            if key not in masks:  # several prefill steps have the same one
+                batch = empty_batch(step, self.sizes, self.config.vocab_size, masked=True)
+                masks[key] = jax.device_put(batch.bitmask, whole)
         return masks
 
     def make_cache(self, sizes: CacheSizes) -> Cache:
