@@ -32,6 +32,7 @@ from pallas_kernels.target import amd_arch
 
 HALF = 0x3F00  # 0.5 in bfloat16: the smallest magnitude above zero
 LOWERED = 126  # powers of two by which `decode_cuda` is too small
+SMALLEST = 1 << 22  # bits of 2^-127 in float32: subnormal
 LIFT = 96  # powers of two by which the rows are raised in exchange, before the sums
 
 
@@ -39,10 +40,12 @@ LIFT = 96  # powers of two by which the rows are raised in exchange, before the 
 class Decoder:
     """How words become values: `decode(u32[..., 1], dtype) -> [..., 8]`, without the scale.
 
-    The values are 2^-`lowered` times too small; `multiply` and `raised` make up for it.
+    The values are 2^-`lowered` times too small; `multiply` and `raised` make up for it. `scaled`
+    has no such debt: it also takes the bits of the words' scales in float32, u32[...].
     """
 
     decode: Callable[[jax.Array, jnp.dtype], jax.Array]
+    scaled: Callable[[jax.Array, jax.Array, jnp.dtype], jax.Array]
     lowered: int = 0
     ready: bool = False  # rows come lifted
     fused: bool = False  # multiply and add in one instruction, which XLA does not do by itself
@@ -83,9 +86,18 @@ def scale_values(scales: jax.Array, group: int) -> jax.Array:
     """
     place = 23 - 8 * group
     moved = scales << place if place >= 0 else scales >> -place
-    # 2^-127 is subnormal: bits of its own.
-    bits = jnp.maximum(moved & jnp.uint32(0xFF << 23), jnp.uint32(1 << 22))
+    bits = jnp.maximum(moved & jnp.uint32(0xFF << 23), jnp.uint32(SMALLEST))
     return lax.bitcast_convert_type(bits, jnp.float32)
+
+
+def scale_bits(scales: jax.Array, groups: int) -> jax.Array:
+    """Bits of 2^(scale - 127) in float32, u32[n, LANES, G], from the scales of `load_words`.
+
+    Infinity for 255.
+    """
+    shape = (*scales.shape[:-1], groups)
+    shift = lax.broadcasted_iota(jnp.uint32, shape, len(shape) - 1) * 8
+    return jnp.maximum((jnp.broadcast_to(scales, shape) >> shift & 0xFF) << 23, SMALLEST)
 
 
 def decode(words: jax.Array, dtype: jnp.dtype) -> jax.Array:
@@ -124,6 +136,27 @@ def joined_pairs(pairs: list[jax.Array], dtype: jnp.dtype) -> jax.Array:
     return _halves(jnp.stack(halves, axis=-1).reshape(*first.shape, WORD // 2), dtype)
 
 
+def scaled_cuda(words: jax.Array, scales: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    """`decode_cuda` times 2^126 and times the scales, two values an instruction.
+
+    Two products, for one factor would leave bfloat16's range.
+    """
+    factor = scales >> 16 | scales
+
+    def times(pair: jax.Array) -> jax.Array:
+        [scaled] = launch.inline_asm(
+            "{ .reg .b32 up; mov.b32 up, 0x7E807E80; mul.rn.bf16x2 up, $1, up;"
+            " mul.rn.bf16x2 $0, up, $2; }",
+            args=[pair, factor],
+            constraints="=r,r,r",
+            pack=1,
+            result_shape_dtypes=[jax.ShapeDtypeStruct(pair.shape, jnp.int32)],
+        )
+        return scaled.astype(jnp.uint32)
+
+    return joined_pairs([times(pair) for pair in pairs_cuda(words)], dtype)
+
+
 def decode_cuda_exact(words: jax.Array, dtype: jnp.dtype) -> jax.Array:
     """Decode what NVIDIA's GPUs keep by integer operations: exact, float32 or bfloat16."""
     return decode(gather(words), dtype)
@@ -136,11 +169,21 @@ def decode_here(words: jax.Array, dtype: jnp.dtype) -> jax.Array:
 
 def decode_gfx950(words: jax.Array, dtype: jnp.dtype) -> jax.Array:
     """Decode to bfloat16 with the scaled conversion of gfx950: two values an instruction."""
+    return _convert_gfx950(words, [], "1.0", dtype)
+
+
+def scaled_gfx950(words: jax.Array, scales: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    """The same with the scales, of which the conversion takes the exponent."""
+    scales = lax.bitcast_convert_type(scales, jnp.float32)[..., None]
+    return _convert_gfx950(words, [scales], "$2", dtype)
+
+
+def _convert_gfx950(words: jax.Array, scales: list, scale: str, dtype: jnp.dtype) -> jax.Array:
     codes = _moved(words, WORD // 2, 8)
     [pairs] = launch.inline_asm(
-        "v_cvt_scalef32_pk_bf16_fp4 $0, $1, 1.0",
-        args=[codes],
-        constraints="=v,v",
+        f"v_cvt_scalef32_pk_bf16_fp4 $0, $1, {scale}",
+        args=[codes, *(jnp.broadcast_to(each, codes.shape) for each in scales)],
+        constraints="=v,v" + ",v" * len(scales),
         pack=1,
         result_shape_dtypes=[jax.ShapeDtypeStruct(codes.shape, jnp.int32)],
     )
@@ -163,11 +206,21 @@ def _halves(pairs: jax.Array, dtype: jnp.dtype) -> jax.Array:
     return lax.bitcast_convert_type(values, jnp.bfloat16)
 
 
-PORTABLE = Decoder(decode)
-CUDA = Decoder(decode_cuda, lowered=LOWERED, fused=True)
-CUDA_EXACT = Decoder(decode_cuda_exact, fused=True)
-GFX950 = Decoder(decode_gfx950)
-INTERPRETED = Decoder(decode_here)
+def _times(decode: Callable[[jax.Array, jnp.dtype], jax.Array]) -> Callable[..., jax.Array]:
+    """`decode`, and a product with the scales behind it."""
+
+    def scaled(words: jax.Array, scales: jax.Array, dtype: jnp.dtype) -> jax.Array:
+        factor = lax.bitcast_convert_type(scales, jnp.float32).astype(dtype)
+        return decode(words, dtype) * factor[..., None]
+
+    return scaled
+
+
+PORTABLE = Decoder(decode, _times(decode))
+CUDA = Decoder(decode_cuda, scaled_cuda, lowered=LOWERED, fused=True)
+CUDA_EXACT = Decoder(decode_cuda_exact, _times(decode_cuda_exact), fused=True)
+GFX950 = Decoder(decode_gfx950, scaled_gfx950)
+INTERPRETED = Decoder(decode_here, _times(decode_here))
 
 
 def decoders(dtype: jax.typing.DTypeLike, *, interpret: bool) -> tuple[Decoder, Decoder]:

@@ -13,13 +13,7 @@ from jax import lax
 
 from pallas_kernels import launch
 from pallas_kernels.mxfp4 import GROUP, LANES, WORD
-from pallas_kernels.mxfp4_pallas import (
-    Decoder,
-    blocks_of,
-    joined_pairs,
-    load_words,
-    pairs_cuda,
-)
+from pallas_kernels.mxfp4_pallas import Decoder, blocks_of, load_words, scale_bits
 
 
 def in_weights_order(rows: jax.Array) -> jax.Array:
@@ -42,35 +36,9 @@ def scaled_weights(
     words, scales: of `load_words`.
     """
     n, lanes, groups = words.shape
-    shape = (n, lanes, groups)
-    shift = lax.broadcasted_iota(jnp.uint32, shape, 2) * 8
-    # 2^-127 is subnormal: bits of its own.
-    bits = jnp.maximum((jnp.broadcast_to(scales, shape) >> shift & 0xFF) << 23, 1 << 22)
-    if decoder.lowered:
-        factor = bits >> 16 | bits
-        pairs = [_scaled_pair(pair, factor) for pair in pairs_cuda(words[..., None])]
-        values = joined_pairs(pairs, dtype)
-    else:
-        factor = lax.bitcast_convert_type(bits, jnp.float32).astype(dtype)
-        values = decoder.decode(words[..., None], dtype) * factor[..., None]
-    columns = values.reshape(*shape, WORD // 2, 2).transpose(0, 2, 3, 1, 4)
+    values = decoder.scaled(words[..., None], scale_bits(scales, groups), dtype)
+    columns = values.reshape(n, lanes, groups, WORD // 2, 2).transpose(0, 2, 3, 1, 4)
     return columns.reshape(n, groups * GROUP)
-
-
-def _scaled_pair(pair: jax.Array, factor: jax.Array) -> jax.Array:
-    """Two bfloat16 of u32 `pair` times 2^126, which decoding left out, and times those of `factor`.
-
-    Two products, since one factor would leave bfloat16's range; two values an instruction.
-    """
-    [scaled] = launch.inline_asm(
-        "{ .reg .b32 up; mov.b32 up, 0x7E807E80; mul.rn.bf16x2 up, $1, up;"
-        " mul.rn.bf16x2 $0, up, $2; }",
-        args=[pair, factor],
-        constraints="=r,r,r",
-        pack=1,
-        result_shape_dtypes=[jax.ShapeDtypeStruct(pair.shape, jnp.int32)],
-    )
-    return scaled.astype(jnp.uint32)
 
 
 def product(
