@@ -14,7 +14,12 @@ from jax.experimental import pallas as pl
 from pallas_kernels import launch
 from pallas_kernels.activation import Activation, gated
 from pallas_kernels.moe_groups import experts_health, group_pairs
-from pallas_kernels.moe_mxfp4_pallas import HALF_TILE, sum_choices
+from pallas_kernels.moe_mxfp4_pallas import (
+    HALF_TILE,
+    gate_above_up,
+    store_by_pair,
+    sum_choices,
+)
 from pallas_kernels.moe_types import Mxfp4Bank
 from pallas_kernels.mxfp4 import WORD
 from pallas_kernels.mxfp4_pallas import decoders, joined, tiled
@@ -128,15 +133,12 @@ def _up_kernel(*refs, activation, decoder, tiles):
     lane = jnp.arange(2 * tiles.inner, dtype=jnp.int32)
     source = first + (lane >> 4) * HALF_TILE + (lane & 7) + (lane >> 3 & 1) * inner
 
-    def body(expert, pair, inside):
-        sums = product(decoder, w13_ref, scale_ref, z_ref, expert, source, pair // choices)
-        halves = sums.reshape(tiles.inner // HALF_TILE, 2, HALF_TILE, pair.size)
-        gate, up = (
-            half.reshape(tiles.inner, pair.size) for half in lax.split(halves, [1, 1], axis=1)
-        )
+    def body(expert, read, pair):
+        sums = product(decoder, w13_ref, scale_ref, z_ref, expert, source, read // choices)
+        gate, up = gate_above_up(sums, HALF_TILE)
         hidden = gated(activation, gate, up).astype(hidden_ref.dtype)
         column = place_in_weights_order(first + jnp.arange(tiles.inner, dtype=jnp.int32))
-        _store(hidden_ref, hidden, pair, column, inside)
+        store_by_pair(hidden_ref, hidden, pair, column)
 
     _with_pairs(table, tiles.rows, w13_ref.shape[0], body)
 
@@ -147,18 +149,18 @@ def _down_kernel(*refs, decoder, tiles):
     choices = weights_ref.shape[1]
     column = pl.program_id(0) * tiles.columns + jnp.arange(tiles.columns, dtype=jnp.int32)
 
-    def body(expert, pair, inside):
-        weight = launch.load(weights_ref.at[pair // choices, pair % choices])
-        sums = product(decoder, w2_ref, scale_ref, hidden_ref, expert, column, pair)
-        _store(out_ref, sums * weight[None, :], pair, column, inside)
+    def body(expert, read, pair):
+        weight = launch.load(weights_ref.at[read // choices, read % choices])
+        sums = product(decoder, w2_ref, scale_ref, hidden_ref, expert, column, read)
+        store_by_pair(out_ref, sums * weight[None, :], pair, column)
 
     _with_pairs(table, tiles.rows, w2_ref.shape[0], body)
 
 
 def _with_pairs(table, rows, count, body):
-    """Run `body(expert, pair i32[R], inside bool[R])` if the tile, grid's second axis, has pairs.
+    """Run `body(expert, read i32[R], pair i32[R])` if the tile, grid's second axis, has pairs.
 
-    Unused places name a pair of another tile: what is made of it counts nowhere.
+    Both are its pairs; unused places read one of another tile, and are W * J in `pair`.
     """
     order_ref, expert_ref, first_ref, end_ref = table
     tile = pl.program_id(1)
@@ -168,14 +170,5 @@ def _with_pairs(table, rows, count, body):
     def _():
         at = first_ref[tile] + jnp.arange(rows, dtype=jnp.int32)
         inside = at < end_ref[tile]
-        body(expert, launch.load(order_ref.at[jnp.where(inside, at, 0)]), inside)
-
-
-def _store(ref, values, pair, column, inside):
-    """Store [column, pair] at ref[pair, column] where the pair is inside."""
-    pair = jnp.where(inside, pair, ref.shape[0])  # interpreted, a masked store writes all the same
-    at = (
-        jnp.broadcast_to(pair[None, :], values.shape),
-        jnp.broadcast_to(column[:, None], values.shape),
-    )
-    launch.store(ref.at[at], values, mask=jnp.broadcast_to(inside[None, :], values.shape))
+        read = launch.load(order_ref.at[jnp.where(inside, at, 0)])
+        body(expert, read, jnp.where(inside, read, order_ref.shape[0]))

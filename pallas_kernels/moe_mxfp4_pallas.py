@@ -218,6 +218,24 @@ def _down_kernel(experts_ref, weights_ref, hidden_ref, w2_ref, *refs, **static):
     down_tile(experts_ref, weights_ref, hidden_ref, w2_ref, *others, pair=pair, tile=tile, **static)
 
 
+def gate_above_up(sums, part):
+    """Part f32[.., R], in turn `part` gate features and the same up features: two f32[n, R]."""
+    rows = sums.shape[-1]
+    features = sums.size // (2 * rows)
+    halves = lax.split(sums.reshape(features // part, 2, part, rows), [1, 1], axis=1)
+    gate, up = (half.reshape(features, rows) for half in halves)
+    return gate, up
+
+
+def store_by_pair(ref, values, pair, column):
+    """Store [columns, R] at ref[pair, column]; pairs from the ref's end on are unused places."""
+    at = (
+        jnp.broadcast_to(pair[None, :], values.shape),
+        jnp.broadcast_to(column[:, None], values.shape),
+    )
+    launch.store(ref.at[at], values, mask=(pair < ref.shape[0])[None, :])
+
+
 def up_tile(
     experts_ref,  # i32[W, J]
     z_ref,  # [W, Z]
@@ -267,7 +285,7 @@ def up_rows(
     tiles: MoeTiles,
 ):
     """Inner features of tile `tile` of one expert for some rows, stored by pair."""
-    pairs, inner = hidden_ref.shape
+    inner = hidden_ref.shape[1]
     blocks, groups = blocks_of(w13_ref)
     # Rows of a matrix instruction: gate above, up below, each `part` features in `splits` pieces of
     # the depth; its columns: the rows' same pieces. What counts is the sums of piece by same piece.
@@ -297,17 +315,12 @@ def up_rows(
         sums = jnp.where(piece[:, None] == column_piece[None, :], sums, 0.0)
         sums = jnp.sum(sums.reshape(lane.size, splits, most), axis=1)
         sums = jnp.sum(sums.reshape(lane.size // HALF_TILE, splits, part, most), axis=1)
-    halves = sums.reshape(tiles.inner // part, 2, part, most)
-    gate, up = (half.reshape(tiles.inner, most) for half in lax.split(halves, [1, 1], axis=1))
+    gate, up = gate_above_up(sums, part)
     hidden = gated(activation, gate, up).astype(hidden_ref.dtype)
     place = tile * tiles.inner + jnp.arange(tiles.inner, dtype=jnp.int32)
     if decoder.ready:
         hidden = lift(decoder, hidden)
-    at = (
-        jnp.broadcast_to(pair[None, :], hidden.shape),
-        jnp.broadcast_to(place[:, None], hidden.shape),
-    )
-    launch.store(hidden_ref.at[at], hidden, mask=(pair < pairs)[None, :])
+    store_by_pair(hidden_ref, hidden, pair, place)
 
 
 def down_rows(
@@ -344,12 +357,7 @@ def down_rows(
         return load_operands(decoder, hidden_ref, at, block, groups, mask=inside)
 
     def finish(step, sums):
-        out = sums * factor
-        place = (
-            jnp.broadcast_to(pair[None, :], out.shape),
-            jnp.broadcast_to(column(step)[:, None], out.shape),
-        )
-        launch.store(out_ref.at[place], out, mask=inside[None, :])
+        store_by_pair(out_ref, sums * factor, pair, column(step))
 
     steps = tiles.columns // tiles.column_step
 
