@@ -16,7 +16,8 @@ from pallas_kernels.attn_res_reference import (
     attn_res_reference,
     attn_res_weights,
 )
-from pallas_kernels.impl import Impl, require_impl
+from pallas_kernels.attn_res_rows_pallas import attn_res_rows_pallas
+from pallas_kernels.impl import MOST_ROWS, Impl, require_impl
 
 __all__ = ["attn_res", "attn_res_mix", "attn_res_weights"]
 
@@ -36,7 +37,9 @@ def attn_res(
     """Add `delta` to the partial sum, mix it with blocks[:count], and normalize the mix.
 
     Returns (normed [W, D], part + delta [W, D]), both in part.dtype. count 0 mixes nothing. Blocks
-    at or beyond `count` may hold anything, NaN included. Raises ValueError on misfit shapes.
+    at or beyond `count` may hold anything, NaN included: they are not read. Up to 64 rows the
+    kernels spread a row over many multiprocessors; with more, one program has a row. Raises
+    ValueError on misfit shapes.
     """
     require_impl("attn_res", impl)
     if blocks.ndim != 3 or blocks.shape[1:] != part.shape:
@@ -45,5 +48,6 @@ def attn_res(
         )
     run = attn_res_reference
     if impl != "reference":
-        run = functools.partial(attn_res_pallas, interpret=impl == "interpret")
+        kernel = attn_res_pallas if part.shape[0] <= MOST_ROWS else attn_res_rows_pallas
+        run = functools.partial(kernel, interpret=impl == "interpret")
     return run(blocks, count, part, query_norm, query_proj, norm, delta=delta, eps=eps)

@@ -101,12 +101,18 @@ def _k3_launches(tp: int, width: int) -> Iterator[Case]:
         yield _case(op, f"k3-tp{tp}-{name}-w{width}", f"k3-tp{tp} decode gpu", W=width, **dims)
 
 
+def _k3_residuals(width: int, counts: tuple[int, ...]) -> Iterator[Case]:
+    phase = "decode" if width in WIDTHS else "prefill"
+    tags = f"k3-tp8 k3-tp4 k3-tp2 k3-tp1 {phase} gpu"
+    residual: Dims = {"M": ATTN_RES_BLOCKS, "W": width, "D": HIDDEN, "delta": True}
+    for count in counts:
+        yield _case("attn_res", f"k3-blocks{count}-w{width}", tags, count=count, **residual)
+
+
 def _k3_rows(width: int) -> Iterator[Case]:
     """Ops of a decode step that every rank runs whole."""
     tags = "k3-tp8 k3-tp4 k3-tp2 k3-tp1 decode gpu"
-    residual: Dims = {"M": ATTN_RES_BLOCKS, "W": width, "D": HIDDEN, "delta": True}
-    for count in (0, 1, ATTN_RES_BLOCKS):
-        yield _case("attn_res", f"k3-blocks{count}-w{width}", tags, count=count, **residual)
+    yield from _k3_residuals(width, (0, 1, ATTN_RES_BLOCKS))
     yield _case("route", f"k3-w{width}", tags, W=width, D=HIDDEN, E=EXPERTS, **ROUTE)
 
 
@@ -161,6 +167,7 @@ def _kimi_k3() -> Iterator[Case]:
         yield from _k3_rows(width)
         yield _k3_moe(8, width)
     for width in PROMPTS[:2]:
+        yield from _k3_residuals(width, (1, ATTN_RES_BLOCKS))
         yield _k3_moe(8, width)
     for width in MONO_WIDTHS:
         yield _k3_mono(width)
@@ -203,6 +210,9 @@ _TINY = (
     _tiny("attn_res", "k3-blocks2", M=3, count=2, W=5, D=128, delta=True),
     _tiny("attn_res", "k3-blocks3", M=3, count=3, W=1, D=128, delta=False),
     _tiny("attn_res", "odd", M=9, count=9, W=2, D=160, delta=True),
+    _tiny("attn_res", "k3-wide-blocks0", "prefill", M=2, count=0, W=65, D=128, delta=False),
+    _tiny("attn_res", "k3-wide-blocks2", "prefill", M=3, count=2, W=70, D=128, delta=True),
+    _tiny("attn_res", "wide-odd", "prefill", M=9, count=9, W=66, D=1056, delta=True),
     _tiny("route", "k3", W=7, D=128, E=16, **_K3_ROUTE),
     _tiny("route", "linear", W=16, D=64, E=8, top_k=3, scaling=2.446, renormalize=True),
     _tiny("route", "raw", W=3, D=96, E=12, top_k=12, scaling=2.0, renormalize=False),

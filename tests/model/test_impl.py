@@ -16,7 +16,7 @@ from k3jax.parallel import make_mesh
 from k3jax.params import packed_shapes, packed_specs
 
 FEW_ROWS = {"linear_skinny", "linears", "choose_beside", "moe_mxfp4_up", "moe_mxfp4_down"}
-MANY_ROWS = {"moe_mxfp4_up_grouped", "moe_mxfp4_down_grouped"}
+MANY_ROWS = {"moe_mxfp4_up_grouped", "moe_mxfp4_down_grouped", "attn_res_rows"}
 RESIDUALS = {"attn_res_products", "attn_res_mix"}
 DECODE = {"kda_decode", "mla_decode", *RESIDUALS}
 PREFILL = {"kda_prefill_chunk", "kda_prefill_walk", "kda_prefill_output", "mla_prefill", *RESIDUALS}
@@ -27,7 +27,7 @@ PREFILL = {"kda_prefill_chunk", "kda_prefill_walk", "kda_prefill_output", "mla_p
     [
         (Step("decode", 4, 1), DECODE | FEW_ROWS),
         (Step("prefill", 1, 64), PREFILL | FEW_ROWS),
-        # The head's linear layer still has one row.
+        # The head's linear layer and its residuals still have one row.
         (Step("prefill", 1, 128), PREFILL | MANY_ROWS | {"linear_skinny"}),
     ],
     ids=("decode", "few", "many"),

@@ -50,6 +50,9 @@ def test_rules_of_the_table():
     assert "LDS" in aot.faults("linear", decode, [{**GOOD, "lds": 65537}])[0]
     assert "matrix" in aot.faults("linear", decode, [{**GOOD, "mfma": 0}])[0]
     assert aot.faults("no_products", decode, [{**GOOD, "mfma": 0}]) == []
+    summing = {**GOOD, "kernel": "attn_res_rows", "mfma": 0}
+    assert aot.faults("attn_res", decode, [summing]) == []
+    assert "matrix" in aot.faults("attn_res", decode, [summing, {**GOOD, "mfma": 0}])[0]
     errors = aot.faults("no_products", decode, [{"kernel": "k", "arch": "gfx950", "error": "no"}])
     assert errors == ["k on gfx950: no"]
 
@@ -91,3 +94,12 @@ def test_a_decode_case_compiles_for_amd_without_a_gpu(name):
         assert all((row["fp4"] > 0) == (row["arch"] == "gfx950") for row in rows)
     if case.op in STREAMING:
         assert all(row["load_bytes"] == 16 for row in rows)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs the extra 'aot'")
+def test_many_rows_of_attn_res_compile_for_amd_without_spills():
+    [case] = [case for case in CASES if str(case) == "attn_res-k3-blocks8-w1024"]
+    with aot.AmdCompiler() as compiler:
+        rows = aot.compile_case(case, jnp.bfloat16, compiler, aot.ARCHS)
+    assert [row["kernel"] for row in rows] == ["attn_res_rows"] * len(aot.ARCHS)
+    assert aot.faults(case.op, frozenset({"decode"}), rows) == []

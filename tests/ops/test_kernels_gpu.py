@@ -46,7 +46,7 @@ def test_matches_the_reference_in_float32(case, dtype):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("case", measured("attn_res"))
+@pytest.mark.parametrize("case", [*measured("attn_res"), *measured("attn_res", "prefill")])
 def test_attn_res_matches_the_reference_in_float32(case, dtype):
     arrays = jax.jit(lambda: inputs(case, dtype))()
     arrays["blocks"] = arrays["blocks"].at[case.dims["count"] :].set(jnp.nan)
@@ -54,6 +54,7 @@ def test_attn_res_matches_the_reference_in_float32(case, dtype):
     expected = jax.jit(bind(case, "reference"))(widened(arrays, dtype))
     for found, wanted in zip(actual, expected, strict=True):
         assert_close(found, np.asarray(wanted, np.float64), dtype, case.dims["D"])
+    assert_same_bits(jax.jit(bind(case, "pallas"))(arrays), actual)
 
 
 LAUNCHES = [

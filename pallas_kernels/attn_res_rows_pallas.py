@@ -1,0 +1,165 @@
+"""Attention residuals of many rows on Triton: one launch that reads every vector once.
+
+A program has a row. All vectors of a row do not fit into registers, and a block's score needs the
+whole block: so blocks are mixed one by one, each scaling what was mixed before by how much higher
+its score is (online softmax), while the next ones are under way.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Iterable
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from pallas_kernels import launch
+
+ROWS_NAME = "attn_res_rows"
+
+
+@dataclasses.dataclass(frozen=True)
+class AttnResRowsTiles:
+    """Columns loaded at once (7168 is no power of two), blocks under way, warps of 32 lanes.
+
+    With 8 warps a thread has 28 columns and 128 registers in bf16, so that two programs share a
+    multiprocessor and load while the other one adds up. The query is read anew for each block, out
+    of the first-level cache: its registers hold the second block under way.
+    """
+
+    piece: int = 1024
+    ahead: int = 2
+    warps: int = 8
+
+
+def attn_res_rows_pallas(
+    blocks: jax.Array,  # [M, W, D]
+    count: jax.Array,  # i32[]
+    part: jax.Array,  # [W, D]
+    query_norm: jax.Array,  # [D]
+    query_proj: jax.Array,  # [D]
+    norm: jax.Array,  # [D]
+    *,
+    delta: jax.Array | None,
+    eps: float,
+    interpret: bool,
+    tiles: AttnResRowsTiles | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """See `pallas_kernels.attn_res`."""
+    tiles = tiles or AttnResRowsTiles(ahead=4 // part.dtype.itemsize)  # as many bytes under way
+    query = query_norm.astype(jnp.float32) * query_proj.astype(jnp.float32)
+    operands = [count.reshape(1), blocks, part, query, norm]
+    operands += [] if delta is None else [delta]
+
+    def run(*operands, warps):
+        return launch.launch(
+            functools.partial(_rows_kernel, piece=tiles.piece, ahead=tiles.ahead, eps=eps),
+            *operands,
+            name=ROWS_NAME,
+            grid=part.shape[:1],
+            out_shape=(jax.ShapeDtypeStruct(part.shape, part.dtype),) * 2,
+            interpret=interpret,
+            num_warps=warps,
+        )
+
+    return launch.by_platform(
+        *operands,
+        cuda=functools.partial(run, warps=tiles.warps),
+        portable=functools.partial(run, warps=tiles.warps // 2),  # of 64 lanes
+        interpret=interpret,
+    )
+
+
+def _rows_kernel(
+    count_ref,  # i32[1]
+    blocks_ref,  # [M, W, D]
+    part_ref,  # [W, D]
+    query_ref,  # f32[D]
+    norm_ref,  # [D]
+    *refs,  # delta [W, D] if given; out: normed [W, D], part [W, D]
+    piece: int,
+    ahead: int,
+    eps: float,
+):
+    normed_ref, new_part_ref = refs[-2:]
+    block_count, _, depth = blocks_ref.shape
+    row, count = pl.program_id(0), count_ref[0]
+    piece = min(piece, pl.next_power_of_2(depth))
+    places = [start + jnp.arange(piece, dtype=jnp.int32) for start in range(0, depth, piece)]
+    inside = [None if depth % piece == 0 else at < depth for at in places]
+
+    def load(ref, *lead, live=None):  # a vector in pieces; undefined unless `live`
+        pieces = []
+        for at, mask in zip(places, inside, strict=True):
+            other = None if mask is None else 0.0
+            if live is not None:
+                mask = jnp.broadcast_to(live if mask is None else live & mask, at.shape)
+            pieces.append(launch.load(ref.at[launch.mesh(*lead, at)], mask=mask, other=other))
+        return pieces
+
+    def load_block(index):
+        return load(blocks_ref, jnp.int32(index), row, live=index < count)
+
+    def store(ref, vector):
+        for at, mask, values in zip(places, inside, vector, strict=True):
+            launch.store(ref.at[launch.mesh(row, at)], values.astype(ref.dtype), mask=mask)
+
+    def score(vector):
+        pairs = zip(vector, load(query_ref), strict=True)
+        queried, square = _two_sums(
+            _added(values * query for values, query in pairs),
+            _added(values * values for values in vector),
+        )
+        return queried * lax.rsqrt(square / depth + eps)
+
+    part = load(part_ref, row)
+    if len(refs) == 3:
+        pairs = zip(_wide(part), _wide(load(refs[0], row)), strict=True)
+        part = [(values + delta).astype(part_ref.dtype) for values, delta in pairs]
+    ring = [load_block(index) for index in range(min(ahead, block_count))]
+    store(new_part_ref, part)
+
+    mix = _wide(part)
+    top = score(mix)
+    total = jnp.exp(top - top)  # 1 unless NaN: the sum of the weights, of which the highest is 1
+    for index in range(block_count):
+        block = ring.pop(0)
+        if index + ahead < block_count:
+            ring.append(load_block(index + ahead))
+
+        def mixed(block=block, top=top, total=total, mix=mix):
+            values = _wide(block)
+            found = score(values)
+            higher = jnp.maximum(top, found)
+            scale, weight = jnp.exp(top - higher), jnp.exp(found - higher)
+            mix = [old * scale + new * weight for old, new in zip(mix, values, strict=True)]
+            return higher, total * scale + weight, mix
+
+        def unmixed(top=top, total=total, mix=mix):
+            return top, total, mix
+
+        top, total, mix = lax.cond(index < count, mixed, unmixed)
+
+    share = 1.0 / total
+    square = jnp.sum(_added(values * values for values in mix)) * share * share
+    share *= lax.rsqrt(square / depth + eps)
+    pairs = zip(mix, _wide(load(norm_ref)), strict=True)
+    store(normed_ref, [values * share * norm for values, norm in pairs])
+
+
+def _wide(vector: list[jax.Array]) -> list[jax.Array]:
+    return [values.astype(jnp.float32) for values in vector]
+
+
+def _added(pieces: Iterable[jax.Array]) -> jax.Array:
+    return functools.reduce(jnp.add, pieces)
+
+
+def _two_sums(one: jax.Array, other: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The sums of two pieces, of one reduction: its barriers are what takes time."""
+    sums = jnp.sum(jnp.stack([one, other], axis=-1), axis=0)
+    place = jnp.arange(2, dtype=jnp.int32)
+    return jnp.sum(jnp.where(place == 0, sums, 0.0)), jnp.sum(jnp.where(place == 1, sums, 0.0))
