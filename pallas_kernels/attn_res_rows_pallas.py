@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterable
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -54,9 +54,10 @@ def attn_res_rows_pallas(
     operands = [count.reshape(1), blocks, part, query, norm]
     operands += [] if delta is None else [delta]
 
-    def run(*operands, warps):
+    def run(*operands, warps, multiply_add):
+        static = {"piece": tiles.piece, "ahead": tiles.ahead, "multiply_add": multiply_add}
         return launch.launch(
-            functools.partial(_rows_kernel, piece=tiles.piece, ahead=tiles.ahead, eps=eps),
+            functools.partial(_rows_kernel, **static, eps=eps),
             *operands,
             name=ROWS_NAME,
             grid=part.shape[:1],
@@ -67,8 +68,10 @@ def attn_res_rows_pallas(
 
     return launch.by_platform(
         *operands,
-        cuda=functools.partial(run, warps=tiles.warps),
-        portable=functools.partial(run, warps=tiles.warps // 2),  # of 64 lanes
+        cuda=functools.partial(run, warps=tiles.warps, multiply_add=_fused_cuda),
+        portable=functools.partial(  # warps of 64 lanes
+            run, warps=tiles.warps // 2, multiply_add=lambda one, other, add: one * other + add
+        ),
         interpret=interpret,
     )
 
@@ -82,6 +85,7 @@ def _rows_kernel(
     *refs,  # delta [W, D] if given; out: normed [W, D], part [W, D]
     piece: int,
     ahead: int,
+    multiply_add: Callable[[jax.Array, jax.Array, jax.Array], jax.Array],
     eps: float,
 ):
     normed_ref, new_part_ref = refs[-2:]
@@ -107,12 +111,14 @@ def _rows_kernel(
         for at, mask, values in zip(places, inside, vector, strict=True):
             launch.store(ref.at[launch.mesh(row, at)], values.astype(ref.dtype), mask=mask)
 
-    def score(vector):
-        pairs = zip(vector, load(query_ref), strict=True)
-        queried, square = _two_sums(
-            _added(values * query for values, query in pairs),
-            _added(values * values for values in vector),
+    def product(one, other):  # still to be summed
+        first, *pairs = zip(one, other, strict=True)
+        return functools.reduce(
+            lambda sums, pair: multiply_add(*pair, sums), pairs, first[0] * first[1]
         )
+
+    def score(vector):
+        queried, square = _two_sums(product(vector, load(query_ref)), product(vector, vector))
         return queried * lax.rsqrt(square / depth + eps)
 
     part = load(part_ref, row)
@@ -135,7 +141,9 @@ def _rows_kernel(
             found = score(values)
             higher = jnp.maximum(top, found)
             scale, weight = jnp.exp(top - higher), jnp.exp(found - higher)
-            mix = [old * scale + new * weight for old, new in zip(mix, values, strict=True)]
+            shares = [jnp.broadcast_to(weight, piece.shape) for piece in mix]
+            scaled = [piece * scale for piece in mix]
+            mix = list(map(multiply_add, values, shares, scaled))
             return higher, total * scale + weight, mix
 
         def unmixed(top=top, total=total, mix=mix):
@@ -144,7 +152,7 @@ def _rows_kernel(
         top, total, mix = lax.cond(index < count, mixed, unmixed)
 
     share = 1.0 / total
-    square = jnp.sum(_added(values * values for values in mix)) * share * share
+    square = jnp.sum(product(mix, mix)) * share * share
     share *= lax.rsqrt(square / depth + eps)
     pairs = zip(mix, _wide(load(norm_ref)), strict=True)
     store(normed_ref, [values * share * norm for values, norm in pairs])
@@ -154,8 +162,16 @@ def _wide(vector: list[jax.Array]) -> list[jax.Array]:
     return [values.astype(jnp.float32) for values in vector]
 
 
-def _added(pieces: Iterable[jax.Array]) -> jax.Array:
-    return functools.reduce(jnp.add, pieces)
+def _fused_cuda(one: jax.Array, other: jax.Array, add: jax.Array) -> jax.Array:
+    """one * other + add in one instruction, which XLA does not do by itself."""
+    [result] = launch.inline_asm(
+        "fma.rn.f32 $0, $1, $2, $3;",
+        args=[one, other, add],
+        constraints="=f,f,f,f",
+        pack=1,
+        result_shape_dtypes=[jax.ShapeDtypeStruct(add.shape, add.dtype)],
+    )
+    return result
 
 
 def _two_sums(one: jax.Array, other: jax.Array) -> tuple[jax.Array, jax.Array]:
