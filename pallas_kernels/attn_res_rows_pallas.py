@@ -112,10 +112,10 @@ def _rows_kernel(
             launch.store(ref.at[launch.mesh(row, at)], values.astype(ref.dtype), mask=mask)
 
     def product(one, other):  # still to be summed
-        first, *pairs = zip(one, other, strict=True)
-        return functools.reduce(
-            lambda sums, pair: multiply_add(*pair, sums), pairs, first[0] * first[1]
-        )
+        sums = one[0] * other[0]
+        for left, right in zip(one[1:], other[1:], strict=True):
+            sums = multiply_add(left, right, sums)
+        return sums
 
     def score(vector):
         queried, square = _two_sums(product(vector, load(query_ref)), product(vector, vector))
