@@ -27,7 +27,7 @@ from pallas_kernels.mxfp4_scaled_pallas import in_weights_order, place_in_weight
 
 UP_NAME = "moe_mxfp4_up_grouped"
 DOWN_NAME = "moe_mxfp4_down_grouped"
-CHUNK_ROWS = 4096  # at once: a result per pair is kept until the rows are summed
+CHUNK_ROWS = 8192  # at once: a result per pair is kept until the rows are summed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,16 +36,19 @@ class GroupedTiles:
 
     rows: int  # of one expert, for a program
     inner: int  # gate and as many up features of one program
-    columns: int  # output columns of one program
+    columns: int  # output columns at once
+    turns: int  # times as many output columns of one program
     warps: int
     stages: int
 
 
-def grouped_tiles(latent: int, *, exact: bool) -> GroupedTiles:
-    """Choose tiles: the 64 rows of a warp-group instruction are features; `exact`: float32."""
+def grouped_tiles(pairs: int, count: int, inner: int, latent: int, *, exact: bool) -> GroupedTiles:
+    """Choose tiles for so many pairs of `count` experts; `exact`: float32."""
     if exact:
-        return GroupedTiles(16, 8, 16, 1, 1)
-    return GroupedTiles(64, 32, math.gcd(latent, 64), 4, 3)
+        return GroupedTiles(16, 8, 16, 1, 1, 1)
+    rows = 32 if pairs <= 32 * count else 64
+    columns = math.gcd(latent, 128)
+    return GroupedTiles(rows, math.gcd(inner, 64), columns, math.gcd(latent // columns, 4), 4, 3)
 
 
 def moe_grouped_pallas(
@@ -59,11 +62,18 @@ def moe_grouped_pallas(
     tiles: GroupedTiles | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """See `pallas_kernels.moe_mxfp4`; any number of rows."""
-    tiles = tiles or grouped_tiles(z.shape[1], exact=z.dtype == jnp.float32)
+    count, inner = bank.w13.shape[0], bank.w2.shape[2] * WORD
+    tiles = tiles or grouped_tiles(
+        min(len(experts), CHUNK_ROWS) * experts.shape[1],
+        count,
+        inner,
+        z.shape[1],
+        exact=z.dtype == jnp.float32,
+    )
     run = functools.partial(
         _run, bank=bank, activation=activation, interpret=interpret, tiles=tiles
     )
-    rows, health = z.shape[0], experts_health(experts, bank.w13.shape[0])
+    rows, health = z.shape[0], experts_health(experts, count)
     if rows <= CHUNK_ROWS:
         return run(z, experts, weights), health
     pad = -rows % CHUNK_ROWS
@@ -80,7 +90,7 @@ def moe_grouped_pallas(
 def _run(z, experts, weights, bank, *, activation, interpret, tiles):
     count = bank.w13.shape[0]
     groups = group_pairs(experts, count, tiles.rows)
-    operands = (*groups[:4], in_weights_order(z), weights, bank)
+    operands = (groups.pairs, groups.expert, in_weights_order(z), weights, bank)
     run = functools.partial(_launches, activation=activation, interpret=interpret, tiles=tiles)
     cuda, portable = decoders(z.dtype, interpret=interpret)
     parts = launch.by_platform(
@@ -92,11 +102,9 @@ def _run(z, experts, weights, bank, *, activation, interpret, tiles):
     return sum_choices(parts, experts, count)
 
 
-def _launches(
-    order, expert, first, end, z, weights, bank, *, activation, interpret, tiles, decoder
-):
-    pairs, latent, inner = order.size, z.shape[1], bank.w2.shape[2] * WORD
-    table = (order, expert, first, end)
+def _launches(pairs, expert, z, weights, bank, *, activation, interpret, tiles, decoder):
+    latent, inner = z.shape[1], bank.w2.shape[2] * WORD
+    table = (pairs, expert)
     options = {"interpret": interpret, "num_warps": tiles.warps, "num_stages": tiles.stages}
     hidden = launch.launch(
         functools.partial(_up_kernel, activation=activation, decoder=decoder, tiles=tiles),
@@ -107,7 +115,7 @@ def _launches(
         joined(bank.w13_scale),
         name=UP_NAME,
         grid=(inner // tiles.inner, expert.size),
-        out_shape=jax.ShapeDtypeStruct((pairs, inner), z.dtype),
+        out_shape=jax.ShapeDtypeStruct((weights.size, inner), z.dtype),
         **options,
     )
     return launch.launch(
@@ -118,8 +126,8 @@ def _launches(
         tiled(bank.w2),
         joined(bank.w2_scale),
         name=DOWN_NAME,
-        grid=(latent // tiles.columns, expert.size),
-        out_shape=jax.ShapeDtypeStruct((pairs, latent), jnp.float32),
+        grid=(latent // (tiles.columns * tiles.turns), expert.size),
+        out_shape=jax.ShapeDtypeStruct((weights.size, latent), jnp.float32),
         **options,
     )
 
@@ -133,42 +141,48 @@ def _up_kernel(*refs, activation, decoder, tiles):
     lane = jnp.arange(2 * tiles.inner, dtype=jnp.int32)
     source = first + (lane >> 4) * HALF_TILE + (lane & 7) + (lane >> 3 & 1) * inner
 
-    def body(expert, read, pair):
-        sums = product(decoder, w13_ref, scale_ref, z_ref, expert, source, read // choices)
+    def body(expert, pair, inside):
+        row = jnp.where(inside, pair // choices, 0)
+        sums = product(decoder, w13_ref, scale_ref, z_ref, expert, source, row, inside)
         gate, up = gate_above_up(sums, HALF_TILE)
         hidden = gated(activation, gate, up).astype(hidden_ref.dtype)
         column = place_in_weights_order(first + jnp.arange(tiles.inner, dtype=jnp.int32))
         store_by_pair(hidden_ref, hidden, pair, column)
 
-    _with_pairs(table, tiles.rows, w13_ref.shape[0], body)
+    _with_pairs(table, w13_ref.shape[0], weights_ref.size, body)
 
 
 def _down_kernel(*refs, decoder, tiles):
     """Output columns of a tile of pairs, weighted and stored by pair."""
     *table, weights_ref, hidden_ref, w2_ref, scale_ref, out_ref = refs
     choices = weights_ref.shape[1]
-    column = pl.program_id(0) * tiles.columns + jnp.arange(tiles.columns, dtype=jnp.int32)
+    first = pl.program_id(0) * (tiles.columns * tiles.turns)
 
-    def body(expert, read, pair):
-        weight = launch.load(weights_ref.at[read // choices, read % choices])
-        sums = product(decoder, w2_ref, scale_ref, hidden_ref, expert, column, read)
-        store_by_pair(out_ref, sums * weight[None, :], pair, column)
+    def body(expert, pair, inside):
+        row = jnp.where(inside, pair, 0)
+        weight = launch.load(weights_ref.at[row // choices, row % choices])
 
-    _with_pairs(table, tiles.rows, w2_ref.shape[0], body)
+        def some_columns(turn, _):
+            column = first + turn * tiles.columns + jnp.arange(tiles.columns, dtype=jnp.int32)
+            sums = product(decoder, w2_ref, scale_ref, hidden_ref, expert, column, row, inside)
+            store_by_pair(out_ref, sums * weight[None, :], pair, column)
+
+        lax.fori_loop(0, tiles.turns, some_columns, None)
+
+    _with_pairs(table, w2_ref.shape[0], weights_ref.size, body)
 
 
-def _with_pairs(table, rows, count, body):
-    """Run `body(expert, read i32[R], pair i32[R])` if the tile, grid's second axis, has pairs.
+def _with_pairs(table, count, size, body):
+    """Run `body(expert, pair i32[R], inside bool[R])` if the tile, grid's second axis, has pairs.
 
-    Both are its pairs; unused places read one of another tile, and are W * J in `pair`.
+    `pair` is `size` where it is not `inside`.
     """
-    order_ref, expert_ref, first_ref, end_ref = table
+    pairs_ref, expert_ref = table
     tile = pl.program_id(1)
     expert = expert_ref[tile]
 
     @pl.when(expert < count)
     def _():
-        at = first_ref[tile] + jnp.arange(rows, dtype=jnp.int32)
-        inside = at < end_ref[tile]
-        read = launch.load(order_ref.at[jnp.where(inside, at, 0)])
-        body(expert, read, jnp.where(inside, read, order_ref.shape[0]))
+        place = jnp.arange(pairs_ref.shape[1], dtype=jnp.int32)
+        pair = launch.load(pairs_ref.at[launch.mesh(tile, place)])
+        body(expert, pair, pair < size)

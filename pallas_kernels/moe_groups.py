@@ -13,10 +13,8 @@ from pallas_kernels.health import BIT_EXPERT
 class Groups(NamedTuple):
     """Tiles of pairs; a pair is row * J + choice. Tiles from `used` on are empty, of expert E."""
 
-    order: jax.Array  # i32[W * J] the pairs by expert, skipped ones last
+    pairs: jax.Array  # i32[M, R]; W * J in unused places, which are a tile's last
     expert: jax.Array  # i32[M] of each tile
-    first: jax.Array  # i32[M] place in `order` of a tile's first pair
-    end: jax.Array  # i32[M] end in `order` of the pairs of its expert
     used: jax.Array  # i32[]
 
 
@@ -36,7 +34,9 @@ def group_pairs(experts: jax.Array, count: int, tile: int) -> Groups:
     expert = jnp.searchsorted(tile_ends, index, side="right").astype(jnp.int32)
     known = jnp.minimum(expert, count - 1)
     first = ends[known] - loads[known] + (index - tile_ends[known] + tiles[known]) * tile
-    return Groups(order, expert, first, ends[known], tile_ends[-1])
+    at = first[:, None] + jnp.arange(tile, dtype=jnp.int32)[None]
+    live = (at < ends[known][:, None]) & (expert < count)[:, None]
+    return Groups(jnp.where(live, order[jnp.where(live, at, 0)], ids.size), expert, tile_ends[-1])
 
 
 def experts_health(experts: jax.Array, count: int) -> jax.Array:

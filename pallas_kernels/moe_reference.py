@@ -55,13 +55,11 @@ def moe_reference(
     groups = group_pairs(experts, count, tile)
 
     def body(index, out):
-        expert = groups.expert[index]
-        at = groups.first[index] + jnp.arange(tile, dtype=jnp.int32)
-        valid = at < groups.end[index]
-        pair = groups.order[jnp.where(valid, at, 0)]
-        row = jnp.where(valid, pair // choices, rows)
+        pair = groups.pairs[index]
+        row = pair // choices  # an unused place is of row W
         tile_z = z.at[row].get(mode="fill", fill_value=0)
-        y = _expert(tile_z, bank, expert, activation) * weights.reshape(-1)[pair][:, None]
+        weight = weights.reshape(-1).at[pair].get(mode="fill", fill_value=0)
+        y = _expert(tile_z, bank, groups.expert[index], activation) * weight[:, None]
         return out.at[row].add(y, mode="drop")
 
     return lax.fori_loop(0, groups.used, body, jnp.zeros(z.shape, jnp.float32))

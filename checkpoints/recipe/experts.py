@@ -32,9 +32,8 @@ def run_experts(
     count = w13.shape[0]
     tile = min(TILE, rows)
     groups = group_pairs(experts, count, tile)
-    at = groups.first[:, None] + jnp.arange(tile, dtype=jnp.int32)[None]
-    live = at < groups.end[:, None]
-    pairs = jnp.where(live, groups.order[jnp.where(live, at, 0)], -1).reshape(-1)  # i32[M * tile]
+    pairs = groups.pairs.reshape(-1)
+    pairs = jnp.where(pairs < rows * choices, pairs, -1)  # i32[M * tile]
     places = _places(pairs, rows * choices).reshape(rows, choices)
 
     own = groups.expert[:, None] == jnp.arange(count, dtype=jnp.int32)[None]

@@ -185,7 +185,8 @@ def scaled_product_in_a_kernel(decoder, words, scales, rows, interpret):
     def kernel(words_ref, scales_ref, rows_ref, out_ref):
         index = jnp.arange(n, dtype=jnp.int32)
         row = jnp.arange(len(rows), dtype=jnp.int32)
-        sums = product(decoder, words_ref, scales_ref, rows_ref, 0, index, row)
+        inside = row < len(rows)
+        sums = product(decoder, words_ref, scales_ref, rows_ref, 0, index, row, inside)
         launch.store(out_ref.at[launch.mesh(index, row)], sums)
 
     return launch.launch(
