@@ -3,12 +3,12 @@
 Shape letters: B requests, T rows of one request, V vocabulary, S slots (slot 0 is the null slot).
 A sampled token is a function of its row's logits, the request's parameters and history, and the
 pair (seed, position) alone, so neither company, nor sharding, nor speculation changes a text.
-What few requests want sits under `lax.cond`, so a change of wishes never recompiles.
+What few requests want is chosen by a condition, so a change of wishes never recompiles.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +23,7 @@ Array = Any  # numpy on the host, jax on the device
 
 STOP_IDS = MAX_STOP_IDS + 8  # a request's own and the model's
 _COLDEST = 1e-6  # a positive temperature below this would overflow the division
+_BLOCK = 128  # tokens of which at most one decides whether the others can be among the likeliest
 
 
 @jax.tree_util.register_dataclass
@@ -165,7 +166,7 @@ def sample(
         accepted = (drafts >= 0) & (drafts == tokens[:, :-1])
         count = count + jnp.cumprod(accepted.astype(jnp.int32), axis=1).sum(axis=1)
     wanted = (small["logprobs"] >= 0).any()
-    logprob, top_ids, top_logprobs = lax.cond(wanted, _logprobs, _no_logprobs, raw, tokens)
+    logprob, top_ids, top_logprobs = _choice(wanted, _logprobs, _no_logprobs, raw, tokens)
     emitted = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None] < count[:, None]
     nonfinite = (bad & emitted).any(axis=1) & (slots > 0)
     return Sampled(tokens, count, logprob, top_ids, top_logprobs, nonfinite)
@@ -211,11 +212,28 @@ def _adjust(
         return jnp.where(early[..., None] & (stops > 0)[:, None], -jnp.inf, logits)
 
     def adjust(logits: Array) -> Array:
-        logits = lax.cond(penalized, penalize, _same, logits)
-        logits = lax.cond(biased, bias, _same, logits)
-        return lax.cond(early.any(), ban, _same, logits)
+        logits = _choice(penalized, penalize, _same, logits)
+        logits = _choice(biased, bias, _same, logits)
+        return _choice(early.any(), ban, _same, logits)
 
-    return lax.cond(penalized | biased | early.any(), adjust, _same, logits)
+    return _choice(penalized | biased | early.any(), adjust, _same, logits)
+
+
+def _choice(wanted: Array, then: Callable, otherwise: Callable, *operands: Array) -> Any:
+    """`then(*operands)` if wanted, a bool[], else `otherwise(*operands)`.
+
+    GPUs compute both: there the host reads a condition and, until the whole step has run so far,
+    waits for it instead of sending the next step.
+    """
+
+    def both(*operands: Array) -> Any:
+        pairs = then(*operands), otherwise(*operands)
+        return jax.tree.map(lambda one, other: jnp.where(wanted, one, other), *pairs)
+
+    def one(*operands: Array) -> Any:
+        return lax.cond(wanted, then, otherwise, *operands)
+
+    return lax.platform_dependent(*operands, cpu=one, default=both)
 
 
 def _same(logits: Array) -> Array:
@@ -268,12 +286,12 @@ def _choose(logits: Array, small: dict[str, Array], positions: Array) -> Array:
         best = logits.max(axis=-1, keepdims=True)
         best = jnp.where(jnp.isfinite(best), best, 0)
         scaled = (logits - best) / jnp.maximum(temperature, _COLDEST)[..., None]
-        scaled = lax.cond(cuts, lambda scaled: _cut(scaled, small), _same, scaled)
+        scaled = _choice(cuts, lambda scaled: _cut(scaled, small), _same, scaled)
         noise = _noise(small["seed"], positions, logits.shape[-1])
         drawn = jnp.argmax(scaled + noise, axis=-1).astype(jnp.int32)
         return jnp.where(temperature > 0, drawn, greedy)
 
-    return lax.cond((temperature > 0).any(), draw, lambda logits: greedy, logits)
+    return _choice((temperature > 0).any(), draw, lambda logits: greedy, logits)
 
 
 def _noise(seed: Array, positions: Array, vocab: int) -> Array:
@@ -312,7 +330,7 @@ def _threshold(keys: Array, weights: Array, target: Array) -> Array:
     """
     digits = jnp.arange(1, 16, dtype=jnp.uint32)[None, None]
 
-    def refine(step: Array, found: Array) -> Array:
+    def refine(step: Array | int, found: Array) -> Array:
         shift = jnp.uint32(28) - jnp.uint32(4) * lax.convert_element_type(step, jnp.uint32)
         candidates = found[..., None] + (digits << shift)
         above = keys[:, :, None] >= candidates[..., None]  # [B, T, 15, V], fused into the sum
@@ -320,7 +338,16 @@ def _threshold(keys: Array, weights: Array, target: Array) -> Array:
         passed = (weight >= target[..., None]).sum(axis=-1, dtype=jnp.uint32)
         return found + (passed << shift)
 
-    return lax.fori_loop(0, 8, refine, jnp.zeros(keys.shape[:-1], jnp.uint32))
+    def loop(found: Array) -> Array:
+        return lax.fori_loop(0, 8, refine, found)
+
+    def unrolled(found: Array) -> Array:  # a loop would not be part of a GPU's command buffer
+        for step in range(8):
+            found = refine(step, found)
+        return found
+
+    found = jnp.zeros(keys.shape[:-1], jnp.uint32)
+    return lax.platform_dependent(found, cpu=loop, default=unrolled)
 
 
 def _logprobs(logits: Array, tokens: Array) -> tuple[Array, Array, Array]:
@@ -328,10 +355,29 @@ def _logprobs(logits: Array, tokens: Array) -> tuple[Array, Array, Array]:
     total = jax.nn.logsumexp(logits, axis=-1)
     chosen = jnp.take_along_axis(logits, tokens[..., None], axis=-1)[..., 0] - total
     kept = min(MAX_LOGPROBS, logits.shape[-1])
-    values, ids = lax.top_k(logits, kept)
+    values, ids = _likeliest(logits, kept)
     pad = ((0, 0), (0, 0), (0, MAX_LOGPROBS - kept))
     values = jnp.pad(values - total[..., None], pad, constant_values=-jnp.inf)
     return chosen, jnp.pad(ids.astype(jnp.int32), pad), values
+
+
+def _likeliest(logits: Array, count: int) -> tuple[Array, Array]:
+    """`lax.top_k` over a vocabulary, which XLA would sort: values and ids [B, T, count].
+
+    They are in the `count` blocks with the largest maxima. Of equals the lower id comes first, as
+    the lower block does: `count` lower blocks of one maximum hold as many lower ids of that value.
+    """
+    shape, vocab = logits.shape[:-1], logits.shape[-1]
+    blocks = -(-vocab // _BLOCK)
+    if blocks <= count:
+        return lax.top_k(logits, count)
+    pad = ((0, 0), (0, 0), (0, blocks * _BLOCK - vocab))
+    parts = jnp.pad(logits, pad, constant_values=-jnp.inf).reshape(*shape, blocks, _BLOCK)
+    block = jnp.sort(lax.top_k(parts.max(axis=-1), count)[1], axis=-1)
+    kept = jnp.take_along_axis(parts, block[..., None], axis=-2)
+    values, place = lax.top_k(kept.reshape(*shape, -1), count)
+    first = jnp.take_along_axis(block, place // _BLOCK, axis=-1) * _BLOCK
+    return values, first + place % _BLOCK
 
 
 def _no_logprobs(logits: Array, tokens: Array) -> tuple[Array, Array, Array]:

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
+from k3jax import sampling
 from k3jax.request import SamplingParams
 from k3jax.sampling import (
     make_sampling_state,
@@ -327,6 +328,44 @@ def test_logprobs_are_those_of_the_raw_logits():
     )
     values, _, _ = prompt_logprobs(logits, np.int32([[1, 2, -1], [3, 4, 5]]))
     np.testing.assert_allclose(values[1], oracle[1, [0, 1, 2], [3, 4, 5]], rtol=1e-5)
+
+
+@pytest.mark.parametrize("vocab", [20, 128, 2560, 2561, 7000])
+def test_the_likeliest_tokens_are_those_of_a_sort(vocab):
+    """Of equal logits, of which there are many here, the lower id comes first."""
+    logits = np.random.default_rng(vocab).integers(-9, 9, (2, 3, vocab)).astype(np.float32)
+    logits[0, 0, vocab // 2 :] = 9
+    expected, ids = jax.lax.top_k(logits, 20)
+    values, found = sampling._likeliest(jnp.asarray(logits), 20)
+    np.testing.assert_array_equal(found, ids)
+    np.testing.assert_array_equal(values, expected)
+
+
+def test_gpus_sample_the_same_without_conditions(monkeypatch):
+    """They compute what nobody wants as well; a CPU asks first."""
+    logits = logits_of(31, 4, 3)
+    wishes = (
+        SamplingParams(temperature=0.0, presence_penalty=0.5, frequency_penalty=0.2),
+        SamplingParams(seed=5, top_k=9, repetition_penalty=1.5, logprobs=4, min_tokens=20),
+        SamplingParams(seed=9, logit_bias={4: 50.0}, min_p=0.05),
+        SamplingParams(seed=3, top_p=0.8),
+    )
+    slots = np.int32([1, 2, 3, 4])
+    positions = np.tile(np.arange(10, 13, dtype=np.int32), (4, 1))
+    drafts = np.full((4, 2), 7, np.int32)
+
+    def gpu(*operands, cpu, default):
+        return default(*operands)
+
+    for wanted in (wishes, wishes[:1] * 4, (SamplingParams(temperature=0.0),) * 4):
+        state = state_of(*wanted, stop_ids=(3, 7))
+        arguments = (logits, state, slots, drafts, positions)
+        expected = jax.jit(lambda *args: sample(*args))(*arguments)
+        with monkeypatch.context() as patched:
+            patched.setattr(sampling.lax, "platform_dependent", gpu)
+            actual = jax.jit(lambda *args: sample(*args))(*arguments)
+        assert set(np.asarray(expected.tokens).reshape(-1)) != {0}
+        jax.tree.map(np.testing.assert_array_equal, actual, expected)
 
 
 @pytest.mark.parametrize("poison", [np.nan, np.inf, -np.inf])
