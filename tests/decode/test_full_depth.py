@@ -44,7 +44,7 @@ def lowered(config, rows, requests):
     begin = time.process_time()
     kernels = layer_kernels(config, run.tp, "pallas")
     step = Step("decode", requests, rows, specialized=True, kernels=kernels)
-    graph, _ = abstract_decoder(config, run.tp, "reference", run.dtype)
+    graph, _ = abstract_decoder(config, run.tp, "pallas", run.dtype)
     function = build_step(graph, config, run, step, mesh=mesh, param_specs=packed_specs(config))
     with context:
         traced = function.trace(
@@ -70,6 +70,23 @@ def test_a_layer_of_each_kind_stands_there_once(rows, requests):
     shared = re.findall(r"func\.func .*@(layer_body\w*)\(", text)
     calls = [text.count(f"call @{name}(") for name in shared]
     assert sorted(calls) == [1, 7, 24, 61]
+    assert not conditions(text)
+
+
+def conditions(text):
+    """Operations whose condition the host reads: it waits amid its dispatch for all before them.
+
+    The choice of a platform is a `case` too, of a constant or of what another such choice gives.
+    """
+    made, found = {}, []
+    for line in text.splitlines():
+        if parts := re.match(r'\s*(%\w+)(?::\d+)? = "?stablehlo\.(\w+)"?(?:\((%\w+)\))?', line):
+            name, operation, operand = parts.groups()
+            chosen = operation == "case" and made.get(operand) in ("case", "constant")
+            if operation in ("case", "if", "while") and not chosen:
+                found.append(line.strip()[:100])
+            made[name] = operation
+    return found
 
 
 def test_depth_costs_little():
