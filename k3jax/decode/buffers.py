@@ -1,4 +1,4 @@
-"""Fixed places for what a step takes from the host and for what it gives back.
+"""Fixed places for what a step takes from the host, for what it gives back, and for XLA's scratch.
 
 A command buffer (a CUDA or HIP graph) holds the address of every array that its kernels read or
 write. XLA compares them at each run, and once one has changed it updates every node of the graph,
@@ -8,6 +8,8 @@ and health word stay where they are, because they are donated; here the rest doe
 
 from __future__ import annotations
 
+import collections
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
@@ -15,6 +17,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from k3jax.decode.batch import Batch, StepOutput
+
+AT_ONCE = 4  # batches and outputs of one step: under way, being read, and some to spare
+SMALL_GAPS = 64  # for what is smaller than any: votes, health words
+SMALLEST = 256  # bytes that XLA's allocator gives at least
 
 
 class StepBuffers:
@@ -46,6 +52,32 @@ class StepBuffers:
         """A copy of what the step left there, which the next step does not overwrite."""
         self._output = output
         return self._copy(output)
+
+
+def fences(steps: Iterable[tuple[Batch, StepOutput]], devices: Sequence[Any]) -> list[jax.Array]:
+    """Arrays to hold on each of this process' `devices`, for the gaps between them.
+
+    XLA allocates its scratch memory in each run of a step, at one address as long as the free
+    memory looks the same. So batches and outputs, which come and go between runs, must not be
+    allocated from where it was. They go into the smallest gap that holds them: here gaps are made
+    for those of `steps`, as abstract arrays, and what stands between keeps them apart.
+    """
+    gaps = collections.Counter({SMALLEST: SMALL_GAPS})
+    for step in steps:
+        leaves = jax.tree.leaves(step)
+        sizes = collections.Counter(-(-_bytes(leaf) // SMALLEST) * SMALLEST for leaf in leaves)
+        gaps |= collections.Counter({size: AT_ONCE * count for size, count in sizes.items()})
+    made = [
+        [jax.device_put(np.zeros(length, np.uint8), device) for length in (size, SMALLEST)]
+        for device in devices
+        for size in gaps.elements()
+    ]
+    jax.block_until_ready(made)
+    return [fence for _, fence in made]
+
+
+def _bytes(leaf: Any) -> int:
+    return leaf.size * leaf.dtype.itemsize
 
 
 def _zeros(shapes: Any) -> Any:

@@ -27,7 +27,7 @@ from k3jax.cache import (
 )
 from k3jax.config import K3Config
 from k3jax.decode.batch import Batch, Step, StepOutput, empty_batch, output_shapes
-from k3jax.decode.buffers import StepBuffers
+from k3jax.decode.buffers import StepBuffers, fences
 from k3jax.decode.config import DecodeConfig
 from k3jax.decode.failstop import FailStop
 from k3jax.decode.layers import kernel_impl
@@ -104,6 +104,8 @@ class Executor:
         self.prepare_kv(self.make_cache(self.sizes))
         self._admit = self._compile_admit()
         self._pool = self._make_pool()
+        sides = (self._host_side(step, self.sizes) for step in self.steps)
+        self._fences = fences(sides, mesh.local_devices)
 
     @property
     def cache(self) -> Cache:
@@ -240,8 +242,8 @@ class Executor:
 
     def _lower(self, step: Step, sizes: CacheSizes) -> Lowered:
         config, decode_config = self.config, self.decode_config
-        # Prefill runs the ops' kernels; what a decode step's layer kernels leave, the stock path.
-        impl = kernel_impl(decode_config, self.mesh) if step.kind == "prefill" else "reference"
+        stock = step.kind == "decode" and not step.specialized
+        impl = "reference" if stock else kernel_impl(decode_config, self.mesh)
         graph, _ = abstract_decoder(config, decode_config.tp, impl, decode_config.dtype)
         draft = self._draft_shapes(sizes)
         function = build_step(

@@ -35,12 +35,17 @@ def output_of(step, mesh, number):
     return jax.tree.map(fill, output_shapes(step, 2))
 
 
+def sides_of(step):
+    """A batch and an output of `step` as shapes, or arrays that serve as such."""
+    return batch_of(step, 0), output_shapes(step, 2)
+
+
 def buffers_of(step, mesh):
     whole = NamedSharding(mesh, REPLICATED)
-    shapes = (batch_of(step, 0), output_shapes(step, 2))
     return StepBuffers(
         *jax.tree.map(
-            lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=whole), shapes
+            lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=whole),
+            sides_of(step),
         )
     )
 

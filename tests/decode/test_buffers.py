@@ -7,9 +7,10 @@ import jax
 import numpy as np
 import pytest
 from made import drive, made_config, made_weights, run_of
-from places import addresses, batch_of, buffers_of, numbers, output_of, words
+from places import addresses, batch_of, buffers_of, numbers, output_of, sides_of, words
 
 from k3jax.decode.batch import Step, empty_batch
+from k3jax.decode.buffers import AT_ONCE, fences
 from k3jax.decode.failstop import FailStop
 from k3jax.decode.faults import Fault
 from k3jax.parallel import make_mesh
@@ -50,6 +51,35 @@ def test_an_output_outlives_the_next(mesh, step):
     for number, output in enumerate(kept):
         assert numbers(output) == {number}
         assert words(output) == [number + rank for rank in range(mesh.size)]
+
+
+def test_every_device_has_gaps_for_all_steps(mesh):
+    """As many as the step that needs most of a size, and for what no step names."""
+    one, both = (fences(map(sides_of, steps), mesh.local_devices) for steps in (STEPS[:1], STEPS))
+    arrays = AT_ONCE * len(jax.tree.leaves(sides_of(STEPS[0])))
+    assert len(one) > arrays * mesh.size
+    assert len(one) < len(both) < len(one) + AT_ONCE * mesh.size * 20
+    assert {fence.device for fence in both} == set(mesh.local_devices)
+
+
+@pytest.mark.gpu
+def test_memory_of_a_run_keeps_its_address():
+    """Scratch of each run, freed before its outputs are made, which outlive the next run."""
+    device = jax.devices()[0]
+    held = fences(map(sides_of, STEPS), [device])
+    kept, seen = [], set()
+    for run in range(12):
+        scratch = jax.device_put(np.zeros(1 << 20, np.uint8), device)
+        seen.add(scratch.unsafe_buffer_pointer())
+        scratch.delete()
+        leaves = jax.tree.leaves(sides_of(STEPS[run % 2]))
+        kept = [*kept[len(kept) // 2 :], *(device_zeros(leaf, device) for leaf in leaves)]
+    assert len(seen) == 1
+    assert held
+
+
+def device_zeros(leaf, device):
+    return jax.device_put(np.zeros(leaf.shape, leaf.dtype), device)
 
 
 @pytest.fixture(scope="module")
