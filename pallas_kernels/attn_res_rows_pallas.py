@@ -2,7 +2,7 @@
 
 A program has a row. All vectors of a row do not fit into registers, and a block's score needs the
 whole block: so blocks are mixed one by one, each scaling what was mixed before by how much higher
-its score is (online softmax), while the next ones are under way.
+its score is (online softmax), while the next one is under way.
 """
 
 from __future__ import annotations
@@ -23,15 +23,13 @@ ROWS_NAME = "attn_res_rows"
 
 @dataclasses.dataclass(frozen=True)
 class AttnResRowsTiles:
-    """Columns loaded at once (7168 is no power of two), blocks under way, warps of 32 lanes.
+    """Columns loaded at once (7168 is no power of two), warps of 32 lanes.
 
-    With 8 warps a thread has 28 columns and 128 registers in bf16, so that two programs share a
-    multiprocessor and load while the other one adds up. The query is read anew for each block, out
-    of the first-level cache: its registers hold the second block under way.
+    With 8 warps a thread has 28 columns of each vector and 128 registers, so that two programs
+    share a multiprocessor and one loads while the other one adds up.
     """
 
     piece: int = 1024
-    ahead: int = 2
     warps: int = 8
 
 
@@ -49,15 +47,14 @@ def attn_res_rows_pallas(
     tiles: AttnResRowsTiles | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """See `pallas_kernels.attn_res`."""
-    tiles = tiles or AttnResRowsTiles(ahead=4 // part.dtype.itemsize)  # as many bytes under way
+    tiles = tiles or AttnResRowsTiles()
     query = query_norm.astype(jnp.float32) * query_proj.astype(jnp.float32)
     operands = [count.reshape(1), blocks, part, query, norm]
     operands += [] if delta is None else [delta]
 
     def run(*operands, warps, multiply_add):
-        static = {"piece": tiles.piece, "ahead": tiles.ahead, "multiply_add": multiply_add}
         return launch.launch(
-            functools.partial(_rows_kernel, **static, eps=eps),
+            functools.partial(_rows_kernel, piece=tiles.piece, multiply_add=multiply_add, eps=eps),
             *operands,
             name=ROWS_NAME,
             grid=part.shape[:1],
@@ -84,13 +81,12 @@ def _rows_kernel(
     norm_ref,  # [D]
     *refs,  # delta [W, D] if given; out: normed [W, D], part [W, D]
     piece: int,
-    ahead: int,
     multiply_add: Callable[[jax.Array, jax.Array, jax.Array], jax.Array],
     eps: float,
 ):
     normed_ref, new_part_ref = refs[-2:]
     block_count, _, depth = blocks_ref.shape
-    row, count = pl.program_id(0), count_ref[0]
+    row, count = pl.program_id(0), jnp.minimum(count_ref[0], block_count)
     piece = min(piece, pl.next_power_of_2(depth))
     places = [start + jnp.arange(piece, dtype=jnp.int32) for start in range(0, depth, piece)]
     inside = [None if depth % piece == 0 else at < depth for at in places]
@@ -105,7 +101,7 @@ def _rows_kernel(
         return pieces
 
     def load_block(index):
-        return load(blocks_ref, jnp.int32(index), row, live=index < count)
+        return load(blocks_ref, jnp.minimum(index, block_count - 1), row, live=index < count)
 
     def store(ref, vector):
         for at, mask, values in zip(places, inside, vector, strict=True):
@@ -118,38 +114,32 @@ def _rows_kernel(
         return sums
 
     def score(vector):
-        queried, square = _two_sums(product(vector, load(query_ref)), product(vector, vector))
+        queried, square = _two_sums(product(vector, query), product(vector, vector))
         return queried * lax.rsqrt(square / depth + eps)
 
+    query = load(query_ref)
     part = load(part_ref, row)
     if len(refs) == 3:
         pairs = zip(_wide(part), _wide(load(refs[0], row)), strict=True)
         part = [(values + delta).astype(part_ref.dtype) for values, delta in pairs]
-    ring = [load_block(index) for index in range(min(ahead, block_count))]
+    first = load_block(jnp.int32(0))
     store(new_part_ref, part)
+
+    def mixed(index, carry):
+        block, top, total, mix = carry
+        following = load_block(index + 1)
+        values = _wide(block)
+        found = score(values)
+        higher = jnp.maximum(top, found)
+        scale, weight = jnp.exp(top - higher), jnp.exp(found - higher)
+        shares = [jnp.broadcast_to(weight, piece.shape) for piece in mix]
+        mix = list(map(multiply_add, values, shares, [piece * scale for piece in mix]))
+        return following, higher, total * scale + weight, mix
 
     mix = _wide(part)
     top = score(mix)
     total = jnp.exp(top - top)  # 1 unless NaN: the sum of the weights, of which the highest is 1
-    for index in range(block_count):
-        block = ring.pop(0)
-        if index + ahead < block_count:
-            ring.append(load_block(index + ahead))
-
-        def mixed(block=block, top=top, total=total, mix=mix):
-            values = _wide(block)
-            found = score(values)
-            higher = jnp.maximum(top, found)
-            scale, weight = jnp.exp(top - higher), jnp.exp(found - higher)
-            shares = [jnp.broadcast_to(weight, piece.shape) for piece in mix]
-            scaled = [piece * scale for piece in mix]
-            mix = list(map(multiply_add, values, shares, scaled))
-            return higher, total * scale + weight, mix
-
-        def unmixed(top=top, total=total, mix=mix):
-            return top, total, mix
-
-        top, total, mix = lax.cond(index < count, mixed, unmixed)
+    _, top, total, mix = lax.fori_loop(0, count, mixed, (first, top, total, mix))
 
     share = 1.0 / total
     square = jnp.sum(product(mix, mix)) * share * share
