@@ -3,12 +3,14 @@
 For each concurrency the engine serves that many greedy requests while its calls to the executor are
 recorded. The same calls are then replayed on the same executables without an engine; what the
 engine's run takes longer is its overhead. Medians of --repeats, every prompt computed whole; the
-last line is JSON.
+last line is JSON. With --rank-layers the model is that many layers of real size of a Kimi-K3 rank
+at TP 8, with random weights.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import random
 import statistics
@@ -19,6 +21,8 @@ from typing import Any
 
 import jax
 
+from benchmarks.layer import SLICE, rank_config
+from benchmarks.layer_inputs import make_model
 from benchmarks.progress import Progress, add_limit
 from k3jax.cache import SlotInit
 from k3jax.checkpoint.loading import load_params
@@ -133,10 +137,18 @@ def step_bytes(config: K3Config, requests: int, context: int) -> float:
     return weights + requests * (states + latent_bytes(config, context))
 
 
+def read_config(options: argparse.Namespace) -> K3Config:
+    """The model's, or that of some layers of a rank: three with KDA, one with MLA, and again."""
+    if not options.rank_layers:
+        return K3Config.from_file(options.model)
+    return rank_config(tuple(itertools.islice(itertools.cycle(SLICE), options.rank_layers)))
+
+
 def main() -> int:
     """Measure, print a table, then one line of JSON; 1 if a concurrency was not measured."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", default="checkpoints/k3-tiny")
+    parser.add_argument("--rank-layers", type=int, default=0, help="of Kimi-K3, instead of --model")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 4, 16])
     parser.add_argument("--prompt-tokens", type=int, default=32)
@@ -147,7 +159,7 @@ def main() -> int:
     add_limit(parser)
     options = parser.parse_args()
     progress = Progress(options.minutes)
-    config = K3Config.from_file(options.model)
+    config = read_config(options)
     run = DecodeConfig(
         dtype=options.dtype,
         max_requests=max(options.concurrency),
@@ -159,8 +171,11 @@ def main() -> int:
         prefill_buckets=((1, options.prompt_tokens), (4, options.prompt_tokens)),
     )
     mesh = make_mesh(run.tp)
-    params, drafter = load_params(options.model, config, mesh), make_drafter(run, config, mesh)
-    executor = Executor(params, config, run, mesh, drafter=drafter)
+    if options.rank_layers:
+        params = make_model(config, mesh, seed=1000)
+    else:
+        params = load_params(options.model, config, mesh)
+    executor = Executor(params, config, run, mesh, drafter=make_drafter(run, config, mesh))
     recorder = Recorder(executor)
     engine = Engine(recorder, config, run)
     print(f"{jax.devices()[0].device_kind}; {options.prompt_tokens} + {options.tokens} tokens each")

@@ -55,23 +55,38 @@ def layer_specs(config: K3Config) -> list[Any]:
 
 
 def make_params(config: K3Config, mesh: Mesh, seed: int) -> list[Any]:
-    """Packed weights of each layer, made on the devices; the shapes compile abreast.
-
-    The router's bias is zero: wider than its scores, it would choose the same for all rows.
-    """
+    """Packed weights of each layer, made on the devices; the shapes compile abreast."""
     shapes = packed_shapes(config, mesh.size)["layers"]
-    leaves, tree = jax.tree.flatten([shapes[index] for index in range(config.num_layers)])
-    split = jax.tree.leaves(shardings(mesh, layer_specs(config)))
+    shapes = [shapes[index] for index in range(config.num_layers)]
+    layers = _filled(shapes, layer_specs(config), mesh, seed)
+    _let_choose(layers)
+    return layers
+
+
+def make_model(config: K3Config, mesh: Mesh, seed: int) -> dict[str, Any]:
+    """Packed weights of a whole model, made on the devices."""
+    params = _filled(packed_shapes(config, mesh.size), packed_specs(config), mesh, seed)
+    _let_choose(list(params["layers"].values()))
+    return params
+
+
+def _filled(shapes: Any, specs: Any, mesh: Mesh, seed: int) -> Any:
+    leaves, tree = jax.tree.flatten(shapes)
+    split = jax.tree.leaves(shardings(mesh, specs))
 
     def make(number: int) -> jax.Array:
         shape, build = leaves[number], noise_over(split[number])
         return build(shape.shape, shape.dtype, len(shape.shape) > 1, jnp.uint32(seed + number))
 
     with ThreadPoolExecutor(16) as pool:
-        layers = jax.tree.unflatten(tree, list(pool.map(make, range(len(leaves)))))
+        return jax.tree.unflatten(tree, list(pool.map(make, range(len(leaves)))))
+
+
+def _let_choose(layers: list[Any]) -> None:
+    """Zero the router's bias: wider than its scores, it would choose the same for all rows."""
     for layer in layers:
-        layer["ffn"]["bias"] = jnp.zeros_like(layer["ffn"]["bias"])
-    return layers
+        if "bias" in layer["ffn"]:
+            layer["ffn"]["bias"] = jnp.zeros_like(layer["ffn"]["bias"])
 
 
 def make_caches(config: K3Config, requests: int, rows: int, context: int) -> list[LayerCache]:

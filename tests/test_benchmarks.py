@@ -341,6 +341,17 @@ def test_tokens_per_second_are_those_of_whole_answers(monkeypatch, capsys):
     assert "ValueError: not this one" in rows[-1]
 
 
+def test_layers_of_a_rank_are_served_like_a_model(monkeypatch, capsys):
+    """--rank-layers, of a width that a CPU has time for."""
+    monkeypatch.setattr(decode, "rank_config", lambda mixers: dispatch.thin_config(len(mixers)))
+    flags = ["--rank-layers=4", "--tokens=4", "--prompt-tokens=4", "--repeats=1"]
+    assert command(monkeypatch, decode, *flags, "--dtype=float32", "--concurrency=1") == 0
+    _, record = last_line(capsys)
+    [result] = record["results"]
+    assert result["tokens_per_step"] == 1
+    assert result["tokens_per_second"] > 0
+
+
 @pytest.mark.parametrize("script", kernels.PEERS)
 def test_peers_name_cases_that_exist(monkeypatch, capsys, script):
     """Each time of a peer stands beside a case of ours; torch is not there, nor are the peers."""

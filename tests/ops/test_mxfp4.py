@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental import pallas as pl
 
 from pallas_kernels import launch
 from pallas_kernels.mxfp4 import (
@@ -179,11 +180,11 @@ def product_in_a_kernel(decoder, words, scales, rows, interpret):
 
 
 def scaled_product_in_a_kernel(decoder, words, scales, rows, interpret):
-    """The same with the scales in the weights, in a program of four warps."""
+    """The same with the scales in the weights, in programs of four warps and 64 weights each."""
     n = scales.shape[0]
 
     def kernel(words_ref, scales_ref, rows_ref, out_ref):
-        index = jnp.arange(n, dtype=jnp.int32)
+        index = pl.program_id(0) * 64 + jnp.arange(64, dtype=jnp.int32)
         row = jnp.arange(len(rows), dtype=jnp.int32)
         inside = row < len(rows)
         sums = product(decoder, words_ref, scales_ref, rows_ref, 0, index, row, inside)
@@ -195,7 +196,7 @@ def scaled_product_in_a_kernel(decoder, words, scales, rows, interpret):
         joined(scales[None]),
         in_weights_order(rows),
         name="scaled_product",
-        grid=(1,),
+        grid=(n // 64,),
         out_shape=jax.ShapeDtypeStruct((n, len(rows)), jnp.float32),
         interpret=interpret,
         num_warps=4,
