@@ -31,7 +31,7 @@ def group_pairs(experts: jax.Array, count: int, tile: int) -> Groups:
     tile_ends = jnp.cumsum(tiles)
     most = ids.size // tile + min(count, ids.size)
     index = jnp.arange(most, dtype=jnp.int32)
-    expert = jnp.searchsorted(tile_ends, index, side="right").astype(jnp.int32)
+    expert = jnp.searchsorted(tile_ends, index, side="right", method="compare_all")
     known = jnp.minimum(expert, count - 1)
     first = ends[known] - loads[known] + (index - tile_ends[known] + tiles[known]) * tile
     at = first[:, None] + jnp.arange(tile, dtype=jnp.int32)[None]

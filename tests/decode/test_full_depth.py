@@ -63,7 +63,7 @@ def lowered(config, rows, requests):
     return text, end - begin
 
 
-@pytest.mark.parametrize(("rows", "requests"), [(1, 1), (8, 1), (1, 16)])
+@pytest.mark.parametrize(("rows", "requests"), [(1, 1), (8, 1), (1, 16), (8, 16)])
 def test_a_layer_of_each_kind_stands_there_once(rows, requests):
     text, _ = lowered(K3Config.from_file(CONFIG), rows, requests)
     # Dense layer 0, KDA with and without the start of a block, MLA.
@@ -87,6 +87,27 @@ def conditions(text):
                 found.append(line.strip()[:100])
             made[name] = operation
     return found
+
+
+def asked(x):
+    return jax.lax.cond(x[0] > 0, jnp.sin, jnp.cos, x)
+
+
+def looped(x):
+    return jax.lax.fori_loop(0, 3, lambda _, x: 2 * x, x)
+
+
+@pytest.mark.parametrize("function", [asked, looped])
+def test_conditions_are_found_behind_the_choice_of_a_platform(function):
+    def text(cuda):
+        def chosen(x):
+            return jax.lax.platform_dependent(x, cuda=cuda, default=function)
+
+        lowered = jax.jit(lambda x: chosen(chosen(x))).trace(jnp.zeros(3))
+        return lowered.lower(lowering_platforms=("cuda",)).as_text()
+
+    assert len(conditions(text(function))) == 2
+    assert not conditions(text(jnp.sin))
 
 
 def test_depth_costs_little():
