@@ -219,6 +219,7 @@ _TINY = (
     _tiny("moe_mxfp4", "k3", W=8, I=64, **_K3_MOE),
     _tiny("moe_mxfp4", "k3-tp2", W=1, I=32, **_K3_MOE),
     _tiny("moe_mxfp4", "wide", "prefill", W=150, Z=64, E=5, I=96, J=2, **_SITU),
+    _tiny("moe_mxfp4", "wide-turns", "prefill", W=70, Z=256, E=7, I=64, J=3, **_SITU),
     _tiny("moe_mono", "k3", W=5, I=64, S=128, scaling=2.0, renormalize=True, **_K3_MONO),
     _tiny("moe_mono", "k3-tp2", W=1, I=32, S=64, scaling=1.0, renormalize=False, **_K3_MONO),
     _tiny("moe", "linear", W=8, **_LINEAR_MOE),

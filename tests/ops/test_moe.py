@@ -26,10 +26,10 @@ def bank_float64(bank):
     return tuple(wide(dequantize(words, scales)) for words, scales in pairs)
 
 
-@pytest.fixture(scope="module")
-def compiled():
-    """A small MXFP4 case, compiled once for the tests below: (op, arrays, options)."""
-    case = select("moe_mxfp4", "tiny", "decode")[0]
+@pytest.fixture(scope="module", params=["decode", "prefill"])
+def compiled(request):
+    """A small MXFP4 case, compiled once for the tests below: (op by implementation, arrays)."""
+    case = select("moe_mxfp4", "tiny", request.param)[0]
 
     def result(impl):
         return jax.jit(lambda arrays: bind(case, impl)(arrays)[0])
