@@ -60,7 +60,6 @@ def choose(
     _require_experts(top_k, logits)
     run = choose_reference
     if impl != "reference":
-        require_few_rows("choose", logits.shape[0])
         run = functools.partial(top_k_pallas, interpret=impl == "interpret")
     return run(logits, bias, top_k=top_k, scaling=scaling, renormalize=renormalize)
 
@@ -77,11 +76,12 @@ def choose_beside(
     renormalize: bool,
     impl: Impl,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """`choose`, and beside it f32[W, N] = `linear(x, weight)` of something else, in one launch.
+    """`choose`, and beside it f32[W, N] = `linear(x, weight)` of something else.
 
-    The W rows are those of B requests, of which the first rows[b] are real. The others choose no
-    expert: -1, of weight 0, so that no expert is read for them. Raises ValueError when shapes do
-    not fit together, and what `choose` raises.
+    Up to 64 rows are one launch; with more only the choice is a kernel, the rest XLA's. The W rows
+    are those of B requests, of which the first rows[b] are real. The others choose no expert: -1,
+    of weight 0, so that no expert is read for them. Raises ValueError when shapes do not fit
+    together, and what `choose` raises.
     """
     require_impl("choose_beside", impl)
     _require_experts(top_k, logits)
@@ -95,13 +95,12 @@ def choose_beside(
             f"W, got {logits.shape}, {x.shape}, {weight.shape} and {rows.shape}"
         )
     options: dict[str, Any] = {"scaling": scaling, "renormalize": renormalize}
-    if impl == "reference":
+    if impl == "reference" or logits.shape[0] > MOST_ROWS:
         experts, weights = choose(logits, bias, top_k=top_k, impl=impl, **options)
         row = jnp.arange(logits.shape[0] // rows.size, dtype=jnp.int32)
         real = (row[None, :] < rows[:, None]).reshape(-1, 1)
         experts, weights = jnp.where(real, experts, -1), jnp.where(real, weights, 0.0)
-        return experts, weights, linear(x, weight, out_dtype=jnp.float32, impl=impl)
-    require_few_rows("choose_beside", logits.shape[0])
+        return experts, weights, linear(x, weight, out_dtype=jnp.float32, impl="reference")
     return choose_beside_pallas(
         logits, bias, x, weight, rows, top_k=top_k, interpret=impl == "interpret", **options
     )

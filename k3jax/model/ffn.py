@@ -104,7 +104,7 @@ class Moe(nnx.Module):
             top_k=self.top_k,
             scaling=self.scaling,
             renormalize=self.renormalize,
-            impl=impl,
+            impl=self.impl,
         )
         routed, health = self.run_experts(latent[0] if latent else x, experts, weights)
         routed, shared, diverged = reduce_once(routed, shared, experts, merge=self.up is None)

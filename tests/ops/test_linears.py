@@ -65,10 +65,15 @@ def beside(count, real, dtype):
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize(
     ("real", "live"),
-    [([1, 1, 1, 0, 1], [1, 1, 1, 0, 1]), ([2, 0, 3], [1, 1, 0, 0, 0, 0, 1, 1, 1])],
+    [
+        ([1, 1, 1, 0, 1], [1, 1, 1, 0, 1]),
+        ([2, 0, 3], [1, 1, 0, 0, 0, 0, 1, 1, 1]),
+        ([33, 2], [1] * 33 + [0] * 2 + [1] * 2 + [0] * 33),
+    ],
+    ids=["a row each", "three each", "a prompt"],
 )
 def test_a_choice_beside_a_linear_layer(impl, dtype, real, live):
-    """Of requests with a row each, and with three."""
+    """Of requests with a row each, with three, and with more rows than one launch takes."""
     operands = beside(len(live), real, dtype)
     found = choose_beside(*operands, impl=impl, **ROUTE)
     experts, weights, out = choose_beside(*operands, impl="reference", **ROUTE)
