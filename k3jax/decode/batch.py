@@ -33,7 +33,7 @@ class Step:
         return self.rows if self.kind == "decode" else 1
 
     def layer(self, index: int) -> LayerKernel | None:
-        """The kernel that replaces layer `index` in this step, or None: that layer runs stock."""
+        """The kernel that replaces layer `index` in this step, or None: it stays the decoder's."""
         return self.kernels(index)
 
 

@@ -37,7 +37,7 @@ class DecodeConfig:
     cache_memory: int | None = None  # bytes on each device; None: what is left, or enough on a CPU
     prefix_cache: int | None = None  # bytes on each device; None: a share of the above; 0: off
     decode_backend: DecodeBackend = "auto"
-    impl: OpsImpl | None = None  # of prefill and layer kernels; None: pallas where it compiles
+    impl: OpsImpl | None = None  # of all but stock decode steps; None: pallas where it compiles
     num_spec: int = 0  # most drafts of each request in a decode step
     drafter: str = "none"  # ngram, or a draft model's directory; none: the caller sends drafts
     builds: tuple[tuple[int, int], ...] = ()

@@ -242,6 +242,7 @@ class Executor:
 
     def _lower(self, step: Step, sizes: CacheSizes) -> Lowered:
         config, decode_config = self.config, self.decode_config
+        # What no layer kernel replaces runs ops too: the host conducts the loops of references.
         stock = step.kind == "decode" and not step.specialized
         impl = "reference" if stock else kernel_impl(decode_config, self.mesh)
         graph, _ = abstract_decoder(config, decode_config.tp, impl, decode_config.dtype)

@@ -164,7 +164,7 @@ def _add_engine_flags(parser: argparse.ArgumentParser) -> None:
     run("--max-context", "tokens of a request, answer included", type=_count, metavar="N")
     run("--page-size", "tokens of a page of the latent cache", type=_count, metavar="N")
     run("--decode-backend", "of decode steps", choices=BACKENDS)
-    run("--impl", "of prefill and layer kernels; none: compiled on a GPU", choices=IMPLS)
+    run("--impl", "of prefill and specialized decode; none: compiled on a GPU", choices=IMPLS)
     run("--num-spec", "most drafts of a request in a step", type=_count, metavar="N")
     run(
         "--drafter",

@@ -21,7 +21,8 @@ from made import (
 from k3jax.cache import make_cache
 from k3jax.checkpoint.loading import load_params
 from k3jax.config import K3Config
-from k3jax.decode.executor import Executor
+from k3jax.decode import executor as executor_module
+from k3jax.decode.executor import Executor, stock_builds
 from k3jax.engine import Engine
 from k3jax.parallel import make_mesh
 from k3jax.request import Request, SamplingParams
@@ -57,6 +58,25 @@ def test_interpreted_kernels_give_the_stock_text(small):
     vocabulary = stock.executor.config.vocab_size
     for drafter in drafters(wanted, 3, vocabulary).values():
         assert text_of(special, prompt, 12, rows=3, drafter=drafter) == wanted
+
+
+def test_layers_without_a_kernel_run_the_ops_of_their_step(small, monkeypatch):
+    """References replay by loops that the host conducts: they are for the stock path alone."""
+
+    class Asked(Exception):
+        pass
+
+    def abstract_decoder(config, tp, impl, dtype):
+        raise Asked(impl)
+
+    monkeypatch.setattr(executor_module, "abstract_decoder", abstract_decoder)
+    executor = small[1].executor
+    wanted = dict.fromkeys(executor.steps, "interpret")
+    wanted |= dict.fromkeys(stock_builds(executor.decode_config), "reference")
+    assert len(wanted) == 5
+    for step, impl in wanted.items():
+        with pytest.raises(Asked, match=impl):
+            executor._lower(step, executor.sizes)
 
 
 def test_a_request_changes_its_path_between_steps(small):
