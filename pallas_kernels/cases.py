@@ -93,12 +93,18 @@ def _k3_launches(tp: int, width: int) -> Iterator[Case]:
         ("linears", "kda_in_proj", {"K": HIDDEN, "widths": (kda,)}),
         ("linears", "mla_in_proj", {"K": HIDDEN, "widths": (mla,)}),
         ("linears", "experts", {"K": HIDDEN, "widths": ((EXPERTS,), (LATENT,)), "gated": shared}),
-        ("choose_beside", "shared_down", {"E": EXPERTS, "K": shared, "N": HIDDEN, **ROUTE}),
         ("mla_absorb", "heads", {"N": HEAD_DIM, "R": ROPE, **attention}),
         ("mla_values", "heads", {"V": HEAD_DIM, **attention}),
     ]
     for op, name, dims in shapes:
         yield _case(op, f"k3-tp{tp}-{name}-w{width}", f"k3-tp{tp} decode gpu", W=width, **dims)
+    yield _k3_choice(tp, width)
+
+
+def _k3_choice(tp: int, width: int) -> Case:
+    dims = {"E": EXPERTS, "K": SHARED // tp, "N": HIDDEN, **ROUTE}
+    tags = f"k3-tp{tp} {'decode' if width in WIDTHS else 'prefill'} gpu"
+    return _case("choose_beside", f"k3-tp{tp}-shared_down-w{width}", tags, W=width, **dims)
 
 
 def _k3_residuals(width: int, counts: tuple[int, ...]) -> Iterator[Case]:
@@ -168,6 +174,7 @@ def _kimi_k3() -> Iterator[Case]:
         yield _k3_moe(8, width)
     for width in PROMPTS[:2]:
         yield from _k3_residuals(width, (1, ATTN_RES_BLOCKS))
+        yield _k3_choice(8, width)
         yield _k3_moe(8, width)
     for width in MONO_WIDTHS:
         yield _k3_mono(width)
@@ -204,6 +211,7 @@ _TINY = (
     _tiny("linears", "k3-in_proj", W=5, K=128, widths=((768, 256, 32, 8),)),
     _tiny("linears", "k3-experts", W=3, K=128, widths=((16,), (96,)), gated=64),
     _tiny("choose_beside", "k3", W=7, E=16, K=64, N=128, **_K3_ROUTE),
+    _tiny("choose_beside", "k3-wide", "prefill", W=66, E=16, K=64, N=128, **_K3_ROUTE),
     _tiny("mla_absorb", "k3", W=5, H=8, N=32, R=16, L=32),
     _tiny("mla_values", "k3", W=5, H=8, V=32, L=32),
     _tiny("attn_res", "k3-blocks0", M=3, count=0, W=4, D=128, delta=True),

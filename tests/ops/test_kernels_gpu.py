@@ -60,6 +60,7 @@ def test_attn_res_matches_the_reference_in_float32(case, dtype):
 LAUNCHES = [
     case for op in ("linears", "choose_beside", "mla_absorb", "mla_values") for case in measured(op)
 ]
+LAUNCHES += measured("choose_beside", "prefill")
 
 
 @pytest.mark.gpu
