@@ -8,7 +8,7 @@ and health word stay where they are, because they are donated; here the rest doe
 
 from __future__ import annotations
 
-import collections
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -62,18 +62,23 @@ def fences(steps: Iterable[tuple[Batch, StepOutput]], devices: Sequence[Any]) ->
     allocated from where it was. They go into the smallest gap that holds them: here gaps are made
     for those of `steps`, as abstract arrays, and what stands between keeps them apart.
     """
-    gaps = collections.Counter({SMALLEST: SMALL_GAPS})
-    for step in steps:
-        leaves = jax.tree.leaves(step)
-        sizes = collections.Counter(-(-_bytes(leaf) // SMALLEST) * SMALLEST for leaf in leaves)
-        gaps |= collections.Counter({size: AT_ONCE * count for size, count in sizes.items()})
+    sizes = gaps(steps)
     made = [
         [jax.device_put(np.zeros(length, np.uint8), device) for length in (size, SMALLEST)]
         for device in devices
-        for size in gaps.elements()
+        for size in sizes.elements()
     ]
     jax.block_until_ready(made)
     return [fence for _, fence in made]
+
+
+def gaps(steps: Iterable[tuple[Batch, StepOutput]]) -> Counter[int]:
+    """How many gaps of how many bytes: of each size, what the step needs that needs most."""
+    most = Counter({SMALLEST: SMALL_GAPS})
+    for step in steps:
+        sizes = Counter(-(-_bytes(leaf) // SMALLEST) * SMALLEST for leaf in jax.tree.leaves(step))
+        most |= Counter({size: AT_ONCE * count for size, count in sizes.items()})
+    return most
 
 
 def _bytes(leaf: Any) -> int:

@@ -1,6 +1,7 @@
 """What a step takes and gives stays at its addresses, on every rank, and nothing is mixed up."""
 
 import re
+from collections import Counter
 from dataclasses import replace
 
 import jax
@@ -10,7 +11,7 @@ from made import drive, made_config, made_weights, run_of
 from places import addresses, batch_of, buffers_of, numbers, output_of, sides_of, words
 
 from k3jax.decode.batch import Step, empty_batch
-from k3jax.decode.buffers import AT_ONCE, fences
+from k3jax.decode.buffers import AT_ONCE, SMALL_GAPS, fences, gaps
 from k3jax.decode.failstop import FailStop
 from k3jax.decode.faults import Fault
 from k3jax.parallel import make_mesh
@@ -55,11 +56,14 @@ def test_an_output_outlives_the_next(mesh, step):
 
 def test_every_device_has_gaps_for_all_steps(mesh):
     """As many as the step that needs most of a size, and for what no step names."""
-    one, both = (fences(map(sides_of, steps), mesh.local_devices) for steps in (STEPS[:1], STEPS))
-    arrays = AT_ONCE * len(jax.tree.leaves(sides_of(STEPS[0])))
-    assert len(one) > arrays * mesh.size
-    assert len(one) < len(both) < len(one) + AT_ONCE * mesh.size * 20
-    assert {fence.device for fence in both} == set(mesh.local_devices)
+    sizes = gaps(map(sides_of, (*STEPS, *STEPS)))
+    # The likeliest tokens: of two rows of two requests, and of eight prompt rows of two.
+    assert sizes == {256: SMALL_GAPS, 512: 2 * AT_ONCE, 1280: 2 * AT_ONCE}
+    held = fences(map(sides_of, STEPS), mesh.local_devices)
+    assert Counter(fence.device for fence in held) == dict.fromkeys(
+        mesh.local_devices, sizes.total()
+    )
+    assert {fence.nbytes for fence in held} == {256}
 
 
 @pytest.mark.gpu
