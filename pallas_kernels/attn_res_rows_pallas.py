@@ -65,7 +65,7 @@ def attn_res_rows_pallas(
 
     return launch.by_platform(
         *operands,
-        cuda=functools.partial(run, warps=tiles.warps, multiply_add=_fused_cuda),
+        cuda=functools.partial(run, warps=tiles.warps, multiply_add=launch.multiply_add),
         portable=functools.partial(  # warps of 64 lanes
             run, warps=tiles.warps // 2, multiply_add=lambda one, other, add: one * other + add
         ),
@@ -150,18 +150,6 @@ def _rows_kernel(
 
 def _wide(vector: list[jax.Array]) -> list[jax.Array]:
     return [values.astype(jnp.float32) for values in vector]
-
-
-def _fused_cuda(one: jax.Array, other: jax.Array, add: jax.Array) -> jax.Array:
-    """one * other + add in one instruction, which XLA does not do by itself."""
-    [result] = launch.inline_asm(
-        "fma.rn.f32 $0, $1, $2, $3;",
-        args=[one, other, add],
-        constraints="=f,f,f,f",
-        pack=1,
-        result_shape_dtypes=[jax.ShapeDtypeStruct(add.shape, add.dtype)],
-    )
-    return result
 
 
 def _two_sums(one: jax.Array, other: jax.Array) -> tuple[jax.Array, jax.Array]:

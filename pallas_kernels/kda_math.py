@@ -24,14 +24,13 @@ class Maths:
 
     native: bool
 
-    def _run(self, instruction: str, *args: jax.Array) -> jax.Array:
-        shape = jnp.broadcast_shapes(*(arg.shape for arg in args))
+    def _run(self, instruction: str, x: jax.Array) -> jax.Array:
         [result] = launch.inline_asm(
-            f"{instruction} $0, {', '.join(f'${number + 1}' for number in range(len(args)))};",
-            args=[jnp.broadcast_to(arg, shape) for arg in args],
-            constraints=",".join(["=f"] + ["f"] * len(args)),
+            f"{instruction} $0, $1;",
+            args=[x],
+            constraints="=f,f",
             pack=1,
-            result_shape_dtypes=[jax.ShapeDtypeStruct(shape, jnp.float32)],
+            result_shape_dtypes=[jax.ShapeDtypeStruct(x.shape, jnp.float32)],
         )
         return result
 
@@ -48,7 +47,10 @@ class Maths:
         return self._run("rsqrt.approx.ftz.f32", x) if self._takes(x) else lax.rsqrt(x)
 
     def fma(self, x: jax.Array, y: jax.Array, z: jax.Array) -> jax.Array:
-        return self._run("fma.rn.f32", x, y, z) if self._takes(z) else x * y + z
+        if not self._takes(z):
+            return x * y + z
+        shape = jnp.broadcast_shapes(x.shape, y.shape, z.shape)
+        return launch.multiply_add(*(jnp.broadcast_to(each, shape) for each in (x, y, z)))
 
     def sigmoid(self, x: jax.Array) -> jax.Array:
         """1 / (1 + exp(-x)) without a division."""

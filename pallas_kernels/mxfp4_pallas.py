@@ -58,14 +58,7 @@ class Decoder:
         """total + sums * factor, all f32[n, R]."""
         if not self.fused:
             return total + sums * factor
-        [total] = launch.inline_asm(
-            "fma.rn.f32 $0, $1, $2, $3;",
-            args=[sums, factor, total],
-            constraints="=f,f,f,f",
-            pack=1,
-            result_shape_dtypes=[jax.ShapeDtypeStruct(total.shape, total.dtype)],
-        )
-        return total
+        return launch.multiply_add(sums, factor, total)
 
 
 def joined(scales: jax.Array) -> jax.Array:
