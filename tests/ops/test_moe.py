@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import BIT_EXPERT, Mxfp4Bank, moe, route
+from pallas_kernels import BIT_EXPERT, Mxfp4Bank, moe, moe_grouped_pallas, route
 from pallas_kernels.case_inputs import bind, inputs, options
 from pallas_kernels.cases import Case, select
 from pallas_kernels.moe_mxfp4_pallas import MoeTiles, moe_mxfp4_pallas
@@ -179,6 +179,20 @@ def test_the_last_expert_is_read_from_its_place(compiled, impl):
     clean = ops[impl]({**arrays, "experts": experts})
     assert np.abs(clean).min(axis=1).all()
     assert_same_bits(ops[impl]({**arrays, "experts": experts, "bank": poisoned}), clean)
+
+
+def test_more_rows_than_at_once_come_in_rounds(monkeypatch):
+    """The last round is padded; rows are the same in rounds of any size, skipped ones too."""
+    case = select("moe_mxfp4", "tiny", "prefill")[0]
+    arrays = made(case, jnp.float32)
+    count = arrays["bank"].w13.shape[0]
+    arrays = arrays | {"experts": arrays["experts"].at[149, 1].set(-1).at[3, 0].set(count)}
+    whole, health = jax.jit(bind(case, "interpret"))(arrays)
+    monkeypatch.setattr(moe_grouped_pallas, "CHUNK_ROWS", 64)
+    found, same_health = jax.jit(lambda arrays: bind(case, "interpret")(arrays))(arrays)
+    assert found.shape == whole.shape == (150, 64)
+    assert_same_bits(found, whole)
+    assert health == same_health == BIT_EXPERT
 
 
 def test_the_reference_decodes_one_expert_at_a_time():
