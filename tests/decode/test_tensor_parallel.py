@@ -67,7 +67,8 @@ def bodies(config, tp, step):
     mesh = make_mesh(tp)
     run = run_of("stock", builds=((step.rows, step.requests),), tp=tp)
     sizes = CacheSizes(run.slots, 9, run.page_size, run.max_pages, run.pending)
-    graph, _ = abstract_decoder(config, tp, "reference", run.dtype)
+    impl = "interpret" if step.specialized else "reference"
+    graph, _ = abstract_decoder(config, tp, impl, run.dtype)
     function = build_step(graph, config, run, step, mesh=mesh, param_specs=packed_specs(config))
     text = function.lower(
         packed_shapes(config, tp),
