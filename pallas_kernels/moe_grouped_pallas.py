@@ -43,7 +43,11 @@ class GroupedTiles:
 
 
 def grouped_tiles(pairs: int, count: int, inner: int, latent: int, *, exact: bool) -> GroupedTiles:
-    """Choose tiles for so many pairs of `count` experts; `exact`: float32."""
+    """Choose tiles for so many pairs of `count` experts; `exact`: float32.
+
+    128 features or columns are two of a warp-group's instructions for each row that is loaded; with
+    turns a tile's table is loaded once for several. Measured in benchmarks/RESULTS.md.
+    """
     if exact:
         return GroupedTiles(16, 8, 16, 1, 1, 1)
     rows = 32 if pairs <= 32 * count else 64
