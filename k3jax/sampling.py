@@ -317,7 +317,8 @@ def _cut(scaled: Array, small: dict[str, Array]) -> Array:
     kth = jnp.where((top_k > 0)[..., None], kth[..., None], jnp.uint32(0))
     alive = (keys >= kth) & (scaled >= jnp.log(small["min_p"])[:, None, None])
     mass = jnp.where(alive, jnp.exp(scaled), 0)
-    nucleus = _threshold(keys, mass, top_p * mass.sum(axis=-1))
+    # Parted from the first search, of whose comparisons XLA would keep a whole table.
+    nucleus = _threshold(lax.optimization_barrier(keys), mass, top_p * mass.sum(axis=-1))
     nucleus = jnp.where((top_p < 1)[..., None], nucleus[..., None], jnp.uint32(0))
     return jnp.where(alive & (keys >= nucleus), scaled, -jnp.inf)
 
@@ -362,7 +363,7 @@ def _logprobs(logits: Array, tokens: Array) -> tuple[Array, Array, Array]:
 
 
 def _likeliest(logits: Array, count: int) -> tuple[Array, Array]:
-    """`lax.top_k` over a vocabulary, which XLA would sort: values and ids [B, T, count].
+    """`lax.top_k` of finite logits over a vocabulary, which XLA would sort: [B, T, count] each.
 
     They are in the `count` blocks with the largest maxima. Of equals the lower id comes first, as
     the lower block does: `count` lower blocks of one maximum hold as many lower ids of that value.

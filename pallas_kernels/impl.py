@@ -7,8 +7,9 @@ from typing import Literal, get_args
 Impl = Literal["reference", "pallas", "interpret"]
 IMPLS: tuple[Impl, ...] = get_args(Impl)
 MOST_ROWS = 64
-"""Rows that the kernels of linear, route and moe take: they stream weights past a decode step's.
-With more, arithmetic bounds the product, and the library's GEMM (the reference) is right."""
+"""Rows that the kernels of linear and route take: they stream weights past a decode step's. With
+more, arithmetic bounds the product, and the library's GEMM (the reference) is right; moe, attn_res
+and the choice of experts have kernels of their own for these."""
 
 
 def require_impl(op: str, impl: str, available: tuple[Impl, ...] = IMPLS) -> None:
