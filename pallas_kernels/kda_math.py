@@ -52,7 +52,29 @@ class Maths:
         shape = jnp.broadcast_shapes(x.shape, y.shape, z.shape)
         return launch.multiply_add(*(jnp.broadcast_to(each, shape) for each in (x, y, z)))
 
+    def fma_bf16(self, x: jax.Array, y: jax.Array, z: jax.Array) -> jax.Array:
+        """x y + z of bf16 x, an even number of whose elements each thread holds together."""
+        if not self._takes(z) or x.dtype != jnp.bfloat16:
+            return self.fma(x.astype(jnp.float32), y, z)
+        shape = jnp.broadcast_shapes(x.shape, y.shape, z.shape)
+        [result] = launch.inline_asm(
+            """{
+            .reg .b32 low, high;
+            shl.b32 low, $2, 16;
+            and.b32 high, $2, 0xffff0000;
+            fma.rn.f32 $0, low, $3, $5;
+            fma.rn.f32 $1, high, $4, $6;
+            }""",
+            args=[jnp.broadcast_to(arg, shape) for arg in (x, y, z)],
+            constraints="=f,=f,r,f,f,f,f",
+            pack=2,
+            result_shape_dtypes=[jax.ShapeDtypeStruct(shape, jnp.float32)],
+        )
+        return result
+
     def sigmoid(self, x: jax.Array) -> jax.Array:
         """1 / (1 + exp(-x)) without a division."""
+        if self._takes(x):
+            return self._run("rcp.approx.ftz.f32", 1.0 + self.exp2(-LOG2_E * x))
         root = self.rsqrt(1.0 + self.exp2(-LOG2_E * x))
         return root * root

@@ -30,7 +30,7 @@ from pallas_kernels.kda_prefill_pairs_pallas import (
     unit_lower_inverse,
 )
 from pallas_kernels.kda_prefill_reference import STRONGEST_DECAY
-from pallas_kernels.kda_rows_pallas import log_decay, read
+from pallas_kernels.kda_rows_pallas import log_decay, read, read_raw
 from pallas_kernels.kda_types import TAPS, KdaRows, KdaWeights
 from pallas_kernels.norm import L2_EPS
 
@@ -45,7 +45,7 @@ class ChunkParts:
     D is the larger of K and V: before, `rows` holds queries, keys and values.
     """
 
-    rows: jax.Array  # [B, H, N, 3, C, D] Q exp(G), W, Kd; up to K
+    rows: jax.Array  # [B, H, N, 3 C, D] Q exp(G), W, Kd; up to K
     update: jax.Array  # [B, H, N, V, C] U, transposed
     mix: jax.Array  # [B, H, N, C, C] A
     shrink: jax.Array  # f32[B, H, N, K] exp(G_last)
@@ -98,8 +98,8 @@ def _convolve(
     weights = [read(conv, (jnp.full((1, 1), tap), columns), inside) for tap in range(TAPS)]
 
     def add(total, source, weight, ref, offset, mask):
-        taps = read(ref, (place.request, source + offset, columns), mask)
-        return maths.fma(taps, weight, total)
+        taps = read_raw(ref, (place.request, source + offset, columns), mask)
+        return maths.fma_bf16(taps, weight, total)
 
     def add_window(total):
         for source, weight in zip(sources[:-1], weights, strict=False):
@@ -133,7 +133,7 @@ def project_kernel(
     window,  # [B, 3, C] the rows before them
     weights: KdaWeights,
     lengths,  # i32[B]
-    projected,  # [B, H, N, 3, C, D]
+    projected,  # [B, H, N, 3 C, D]
     *,
     widths: tuple[int, int],  # K, V
     maths: Maths,
@@ -142,7 +142,7 @@ def project_kernel(
     chunk, request = pl.program_id(0), pl.program_id(2)
     kind = lax.rem(pl.program_id(1), jnp.int32(3))
     head = lax.div(pl.program_id(1), jnp.int32(3))
-    heads, (size, depth) = projected.shape[1], projected.shape[4:]
+    heads, size, depth = projected.shape[1], projected.shape[3] // 3, projected.shape[4]
     key_dim, value_dim = widths
     place = _place(request, chunk, head, lengths, size)
 
@@ -157,7 +157,7 @@ def project_kernel(
         scale = maths.rsqrt(jnp.sum(mixed * mixed, axis=1, keepdims=True) + L2_EPS)
         scale *= 1.0 + (kind == 0).astype(jnp.float32) * (key_dim**-0.5 - 1.0)
         mixed *= jnp.where(kind == 2, jnp.ones_like(scale), scale)
-        at = (request, head, chunk, kind, place.row, lane)
+        at = (request, head, chunk, kind * size + place.row, lane)
         launch.store(projected.at[at], mixed.astype(projected.dtype))
 
 
@@ -165,7 +165,7 @@ def chunk_kernel(
     rows: KdaRows,
     weights: KdaWeights,
     lengths,  # i32[B]
-    projected,  # [B, H, N, 3, C, D] the memory of parts.rows
+    projected,  # [B, H, N, 3 C, D] the memory of parts.rows
     parts,  # ChunkParts
     *,
     lower_bound: float | None,
@@ -175,7 +175,7 @@ def chunk_kernel(
     """See the module; chunks beyond the first that hold no row are left out."""
     del projected
     chunk, head, request = (pl.program_id(axis) for axis in range(3))
-    size, key_dim, value_dim = parts.rows.shape[4], parts.shrink.shape[3], parts.update.shape[3]
+    size, key_dim, value_dim = parts.mix.shape[3], parts.shrink.shape[3], parts.update.shape[3]
     dtype = parts.rows.dtype
     exact = dtype == jnp.float32
     place = _place(request, chunk, head, lengths, size)
@@ -184,7 +184,8 @@ def chunk_kernel(
     at = (request, head, chunk)
 
     def tile(kind, width):
-        return parts.rows.at[(*at, kind, row, lax.broadcasted_iota(jnp.int32, (1, width), 1))]
+        across = lax.broadcasted_iota(jnp.int32, (1, width), 1)
+        return parts.rows.at[(*at, kind * size + row, across)]
 
     def wait():
         if not interpret:

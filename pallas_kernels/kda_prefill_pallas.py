@@ -3,9 +3,9 @@
 `kda_prefill_project` runs the short convolution; `kda_prefill_chunk` makes of every chunk at once,
 independent of the state, what the walk needs; `kda_prefill_walk` takes the states from chunk to
 chunk, in place, and makes every chunk's output; `kda_prefill_output` gates and norms it. A long
-walk is cut into segments: `kda_prefill_leap` finds first what each does to any state. Operands of
-the products are in the compute dtype, sums float32 (in bf16, those of decays and of the triangular
-inverse float16).
+walk is cut into segments: `kda_prefill_leap` finds first what each does to any state, and
+`kda_prefill_borders` the states between them. Operands of the products are in the compute dtype,
+sums float32 (in bf16, those of decays and of the triangular inverse float16).
 """
 
 from __future__ import annotations
@@ -23,7 +23,13 @@ from pallas_kernels import launch
 from pallas_kernels.kda_common import resolve_slots, store_window, window_before
 from pallas_kernels.kda_math import Maths
 from pallas_kernels.kda_prefill_chunk_pallas import ChunkParts, chunk_kernel, project_kernel
-from pallas_kernels.kda_prefill_walk_pallas import leap_kernel, output_kernel, walk_kernel
+from pallas_kernels.kda_prefill_walk_pallas import (
+    Leaps,
+    borders_kernel,
+    leap_kernel,
+    output_kernel,
+    walk_kernel,
+)
 from pallas_kernels.kda_types import KdaCache, KdaPending, KdaRows, KdaWeights, most_rows
 
 LONG = 16384  # rows from which the walk takes wide strips, on NVIDIA
@@ -40,7 +46,9 @@ class PrefillTiles:
     walk_warps: int
     walk_stages: int
     programs: int  # of the walk that fill the GPU: a long one is cut into segments for them
+    leap_programs: int  # of the leap that run at once
     segment_chunks: int  # the least that are worth a segment
+    border_strip: int  # values of a program that joins segments
     output_rows: int  # of a program
     output_warps: int
     maths: Maths
@@ -54,18 +62,22 @@ def prefill_tiles(value_dim: int, *, exact: bool, platform: str, length: int = 0
     """
     if exact:
         # float32 products run on the vector units, unrolled: small ones.
-        return PrefillTiles(16, min(value_dim, 32), 4, 8, 4, 1, 64, 2, 16, 8, Maths(native=False))
+        return PrefillTiles(
+            16, min(value_dim, 32), 4, 8, 4, 1, 64, 128, 2, 16, 16, 8, Maths(native=False)
+        )
     strip = min(value_dim, 64)
     if platform == "cuda":
         # The fewer warps a chunk has, the less they wait for each other: two hold its tiles.
         native = Maths(native=True)
         if length >= LONG:
             # Wider strips read less, and their segments are shorter; but more have to be joined.
-            return PrefillTiles(32, min(value_dim, 128), 8, 2, 8, 3, 132, 12, 64, 8, native)
-        return PrefillTiles(32, strip, 8, 2, 4, 3, 132, 24, 64, 8, native)
+            return PrefillTiles(
+                32, min(value_dim, 128), 8, 2, 8, 3, 132, 264, 12, 64, 64, 8, native
+            )
+        return PrefillTiles(32, strip, 8, 2, 4, 3, 264, 396, 24, 64, 64, 8, native)
     # As many registers as a wave of 64 needs; one chunk on its way fits the LDS of a gfx942, the
     # products between segments do not.
-    return PrefillTiles(32, strip, 4, 4, 4, 2, 1, 24, 64, 8, Maths(native=False))
+    return PrefillTiles(32, strip, 4, 4, 4, 2, 1, 1, 24, 64, 64, 8, Maths(native=False))
 
 
 def _check(rows: KdaRows, cache: KdaCache) -> None:
@@ -106,7 +118,7 @@ def _launches(
     chunks = -(-length // tiles.chunk)
     lead = (batch, heads, chunks)
     shape: Any = jax.ShapeDtypeStruct
-    projected_shape = shape((*lead, 3, tiles.chunk, max(key_dim, value_dim)), dtype)
+    projected_shape = shape((*lead, 3 * tiles.chunk, max(key_dim, value_dim)), dtype)
     projected = launch.launch(
         partial(project_kernel, widths=(key_dim, value_dim), maths=tiles.maths),
         rows, window, weights, lengths,
@@ -134,23 +146,41 @@ def _launches(
     )
     known = (parts, pending, slots, starts, replayed, fresh, lengths)
     strips = value_dim // tiles.strip
-    together = tiles.programs // (batch * heads * strips)
+    strip = min(tiles.strip, key_dim)  # of the leap: none holds rows of both kinds
+    leaps_together = 1 + tiles.leap_programs // (batch * heads * ((value_dim + key_dim) // strip))
+    together = min(tiles.programs // (batch * heads * strips), leaps_together)
     segments = max(1, min(together, chunks // tiles.segment_chunks))
-    leaps = None
+    states = None
     if segments > 1:
-        strip = min(tiles.strip, key_dim)  # no strip holds rows of both kinds
+        halves = 1 if dtype == jnp.float32 else 2
         leaps = launch.launch(
             partial(leap_kernel, strip=strip),
             *known,
             pool,
             name="kda_prefill_leap",
             grid=((value_dim + key_dim) // strip, (segments - 1) * heads, batch),
-            out_shape=shape((batch, heads, segments, value_dim + key_dim, key_dim), jnp.float32),
+            out_shape=Leaps(
+                ends=shape((batch, heads, segments, value_dim, key_dim), jnp.float32),
+                matrices=shape((batch, heads, segments - 1, halves, key_dim, key_dim), dtype),
+            ),
             interpret=interpret,
             num_warps=tiles.walk_warps,
             num_stages=tiles.walk_stages,
         )
-    operands = (*known, leaps, pool)
+        strip = min(tiles.border_strip, value_dim)
+        states = launch.launch(
+            partial(borders_kernel, strip=strip),
+            leaps.ends,
+            leaps.matrices,
+            name="kda_prefill_borders",
+            grid=(value_dim // strip, heads, batch),
+            out_shape=shape(leaps.ends.shape, jnp.float32),
+            interpret=interpret,
+            num_warps=4,
+            num_stages=2,
+            aliases={0: 0},
+        )
+    operands = (*known, states, pool)
     outs, pool = launch.launch(
         partial(walk_kernel, strip=tiles.strip),
         *operands,

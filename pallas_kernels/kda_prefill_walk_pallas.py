@@ -47,13 +47,18 @@ def _segment(lengths, size: int, heads: int, segments: int) -> _Segment:
     return _Segment(request, head, number, begin, jnp.minimum(begin + share, chunks), chunks)
 
 
-def _walk(parts: ChunkParts, segment: _Segment, state, update_of, put) -> jax.Array:
+def _walk(parts: ChunkParts, segment: _Segment, state, update_of, put=None) -> jax.Array:
     """Take `state` [strip, K] over the segment's chunks.
 
-    update_of(chunk): [strip, C]; put(chunk, held, delta) makes the output.
+    update_of(chunk): [strip, C]; put(chunk, from_state, delta) makes the output, if any is wanted,
+    of Q exp(G) times the state.
     """
     dtype, keys = parts.rows.dtype, pl.ds(0, parts.shrink.shape[3])
-    exact = dtype == jnp.float32
+    exact, size = dtype == jnp.float32, parts.mix.shape[3]
+
+    def rows_of(chunk, kind, kinds=1):
+        rows = pl.ds(kind * size, kinds * size)
+        return parts.rows[segment.request, segment.head, chunk, rows, keys]
 
     def shrink_of(chunk):
         return parts.shrink[segment.request, segment.head, chunk]
@@ -62,12 +67,16 @@ def _walk(parts: ChunkParts, segment: _Segment, state, update_of, put) -> jax.Ar
         state, shrink = carry
         # On its way while this chunk computes.
         shrink_next = shrink_of(jnp.minimum(chunk + 1, segment.chunks - 1))
-        at = (segment.request, segment.head, chunk)
         held = state.astype(dtype)
-        seen = dot(held, parts.rows[(*at, WEIGHT, slice(None), keys)], (1, 1), exact)
-        delta = (update_of(chunk) - seen).astype(dtype)
-        put(chunk, held, delta)
-        grown = dot(delta, parts.rows[(*at, TO_END, slice(None), keys)], (1, 0), exact)
+        if put is None:
+            seen = dot(held, rows_of(chunk, WEIGHT), (1, 1), exact)
+            delta = (update_of(chunk) - seen).astype(dtype)
+        else:
+            both = dot(held, rows_of(chunk, QUERY, 2), (1, 1), exact)
+            from_state, seen = lax.split(both, (size, size), axis=1)
+            delta = (update_of(chunk) - seen).astype(dtype)
+            put(chunk, from_state, delta)
+        grown = dot(delta, rows_of(chunk, TO_END), (1, 0), exact)
         return state * shrink[None, :] + grown, shrink_next
 
     def loop(state):
@@ -92,6 +101,26 @@ def _start(pending, slots, starts, replayed, fresh, pool, segment: _Segment, her
     return lax.fori_loop(0, replayed[request], replay, state)
 
 
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Leaps:
+    """What each segment but the last does to any state: S <- S M + R."""
+
+    # f32[B, H, segments, V, K] R; the first segment's is its end from the slot's state, which
+    # itself takes the last one's place.
+    ends: jax.Array
+    matrices: jax.Array  # [B, H, segments - 1, halves, K, K] M, a sum of numbers of the rows' dtype
+
+
+def _halves(matrix: jax.Array, dtype, count: int) -> list[jax.Array]:
+    """`count` arrays of `dtype` whose sum is close to `matrix`."""
+    halves = []
+    for _ in range(count):
+        halves.append(matrix.astype(dtype))
+        matrix = matrix - halves[-1].astype(jnp.float32)
+    return halves
+
+
 def leap_kernel(
     parts: ChunkParts,
     pending: KdaPending,
@@ -101,55 +130,75 @@ def leap_kernel(
     fresh,  # bool[B]
     lengths,  # i32[B]
     pool,  # f32[S, H, V, K]
-    leaps,  # f32[B, H, segments, V + K, K]
+    leaps: Leaps,
     *,
     strip: int,
 ):
-    """What each segment but the last does to any state: S <- S M + R, R above M.
-
-    The first one's R is its end from the slot's state, which itself takes the last segment's place.
-    """
-    heads, segments, depth, key_dim = leaps.shape[1:]
-    value_dim = depth - key_dim
-    segment = _segment(lengths, parts.rows.shape[4], heads, segments)
+    """Take over each segment but the last its own rows, and an identity."""
+    heads, segments, value_dim, key_dim = leaps.ends.shape[1:]
+    segment = _segment(lengths, parts.mix.shape[3], heads, segments)
     first = pl.program_id(0) * strip
-    here = pl.ds(first, strip)
     at = (segment.request, segment.head)
-    row = lax.broadcasted_iota(jnp.int32, (strip, 1), 0) + (first - value_dim)
-    lane = lax.broadcasted_iota(jnp.int32, (1, key_dim), 1)
+    is_value = first < value_dim
+    from_slot = is_value & (segment.number == 0)
+    here = pl.ds(jnp.where(is_value, first, 0), strip)
 
-    def walk_from(state, update_of):
-        end = _walk(parts, segment, state, update_of, lambda *unused: None)
-        leaps[(*at, segment.number, here, slice(None))] = end
+    def start():
+        return _start(pending, slots, starts, replayed, fresh, pool, segment, here)
+
+    def start_from_none():
+        row = lax.broadcasted_iota(jnp.int32, (strip, 1), 0) + (first - value_dim)
+        lane = lax.broadcasted_iota(jnp.int32, (1, key_dim), 1)
+        return jnp.where(row == lane, 1.0, 0.0)  # zeros but for keys
 
     def update_of(chunk):
-        return parts.update[(*at, chunk, here, slice(None))].astype(jnp.float32)
+        update = parts.update[(*at, chunk, here, slice(None))].astype(jnp.float32)
+        return jnp.where(is_value, update, 0.0)
 
-    def values():
-        value_here = pl.ds(first, strip)
-        state = _start(pending, slots, starts, replayed, fresh, pool, segment, value_here)
-        is_first = segment.number == 0
-        walk_from(jnp.where(is_first, state, 0.0), update_of)
+    state = lax.cond(from_slot, start, start_from_none)
 
-        @pl.when(is_first)
-        def _():
-            leaps[(*at, segments - 1, here, slice(None))] = state
+    @pl.when(from_slot)
+    def _():
+        leaps.ends[(*at, segments - 1, here, slice(None))] = state
 
-    def keys():
-        walk_from(jnp.where(row == lane, 1.0, 0.0), lambda chunk: 0.0)
+    end = _walk(parts, segment, state, update_of)
 
-    lax.cond(first < value_dim, values, keys)
+    def keep_values():
+        leaps.ends[(*at, segment.number, here, slice(None))] = end
+
+    def keep_keys():
+        here = pl.ds(first - value_dim, strip)
+        dtype, count = leaps.matrices.dtype, leaps.matrices.shape[3]
+        for number, half in enumerate(_halves(end, dtype, count)):
+            leaps.matrices[(*at, segment.number, number, here, slice(None))] = half
+
+    lax.cond(is_value, keep_values, keep_keys)
 
 
-def _product(state: jax.Array, matrix: jax.Array, exact: bool) -> jax.Array:
-    """f32[strip, K] times f32[K, K], by products of halves if not exact."""
-    if exact:
-        return dot(state, matrix, (1, 0), True)
-    high, wide = state.astype(jnp.bfloat16), matrix.astype(jnp.bfloat16)
-    low = (state - high.astype(jnp.float32)).astype(jnp.bfloat16)
-    rest = (matrix - wide.astype(jnp.float32)).astype(jnp.bfloat16)
-    result = dot(high, wide, (1, 0), False) + dot(high, rest, (1, 0), False)
-    return result + dot(low, wide, (1, 0), False)
+def borders_kernel(
+    ends,  # f32[B, H, segments, V, K] the memory of states
+    matrices,  # [B, H, segments - 1, halves, K, K]
+    states,  # f32[B, H, segments, V, K]
+    *,
+    strip: int,
+):
+    """Make the ends of `Leaps` the states at the ends of the segments."""
+    del ends
+    head, request = pl.program_id(1), pl.program_id(2)
+    here, count = pl.ds(pl.program_id(0) * strip, strip), matrices.shape[3]
+    dtype, at = matrices.dtype, (request, head)
+    exact = dtype == jnp.float32
+
+    def leap(number, state):
+        moved = states[(*at, number, here, slice(None))]
+        for place, half in enumerate(_halves(state, dtype, count)):
+            for other in range(count - place):
+                matrix = matrices[(*at, number, other, slice(None), slice(None))]
+                moved += dot(half, matrix, (1, 0), exact)
+        states[(*at, number, here, slice(None))] = moved
+        return moved
+
+    lax.fori_loop(1, matrices.shape[2], leap, states[(*at, 0, here, slice(None))])
 
 
 def walk_kernel(
@@ -160,7 +209,7 @@ def walk_kernel(
     replayed,  # i32[B] pending rows to commit first
     fresh,  # bool[B]
     lengths,  # i32[B]
-    leaps,  # f32[B, H, segments, V + K, K], None if there is one segment
+    states,  # f32[B, H, segments, V, K] at the segments' ends, None if there is one segment
     pool,  # f32[S, H, V, K]
     outs,  # [B, H, N, V, C] before gate and norm, transposed
     pool_after,  # f32[S, H, V, K] the pool itself
@@ -168,36 +217,24 @@ def walk_kernel(
     strip: int,
 ):
     """Replay the accepted rows, then walk the chunks; the null slot's state stays as it is."""
-    heads, segments = pool.shape[1], 1 if leaps is None else leaps.shape[2]
-    segment = _segment(lengths, parts.rows.shape[4], heads, segments)
+    heads, segments = pool.shape[1], 1 if states is None else states.shape[2]
+    segment = _segment(lengths, parts.mix.shape[3], heads, segments)
     at = (segment.request, segment.head)
     here = pl.ds(pl.program_id(0) * strip, strip)
     dtype = outs.dtype
-    if leaps is None:
+    if states is None:
         state = _start(pending, slots, starts, replayed, fresh, pool, segment, here)
     else:
-        # The slot's state is read there: the pool may be written already.
-        key_rows = pl.ds(leaps.shape[3] - leaps.shape[4], leaps.shape[4])
-        from_slot = segment.number == 0
-        place = jnp.where(from_slot, segments - 1, jnp.zeros_like(segment.number))
-        state = leaps[(*at, place, here, slice(None))]
-
-        def leap(number, state):
-            moved = _product(
-                state, leaps[(*at, number, key_rows, slice(None))], dtype == jnp.float32
-            )
-            return moved + leaps[(*at, number, here, slice(None))]
-
-        state = lax.fori_loop(1, segment.number, leap, state)
+        # The slot's state is read in the last one's place: the pool may be written already.
+        before = jnp.where(segment.number == 0, segments, segment.number) - 1
+        state = states[(*at, before, here, slice(None))]
 
     def update_of(chunk):
         return parts.update[(*at, chunk, here, slice(None))].astype(jnp.float32)
 
-    def put(chunk, held, delta):
-        exact = dtype == jnp.float32
-        query = parts.rows[(*at, chunk, QUERY, slice(None), pl.ds(0, pool.shape[3]))]
-        out = dot(held, query, (1, 1), exact)
-        out += dot(delta, parts.mix[(*at, chunk)], (1, 1), exact)
+    def put(chunk, from_state, delta):
+        mix = parts.mix[(*at, chunk)]
+        out = from_state + dot(delta, mix, (1, 1), dtype == jnp.float32)
         outs[(*at, chunk, here, slice(None))] = out.astype(dtype)
 
     state = _walk(parts, segment, state, update_of, put)

@@ -51,15 +51,23 @@ def test_interpreted_with_nan_in_the_padding():
     assert not np.any(np.asarray(out[1, lengths[1] :], np.float32))
 
 
+@pytest.mark.parametrize("bias", [None, -12.0])
 @pytest.mark.parametrize(("key_dim", "value_dim"), [(32, 16), (16, 32)])
-def test_a_walk_in_segments(key_dim, value_dim):
-    """Of three, the shorter request fills two; the other goes on from its slot's state."""
+def test_a_walk_in_segments(key_dim, value_dim, bias):
+    """Of five, the shorter request fills four; the other goes on from its slot's state.
+
+    With decays so weak that the state outlasts all segments, too.
+    """
     case = tiny()
     case = dataclasses.replace(case, dims={**case.dims, "K": key_dim, "V": value_dim})
     tiles = prefill_tiles(case.dims["V"], exact=False, platform="portable")
-    tiles = dataclasses.replace(tiles, programs=6, segment_chunks=1)
+    tiles = dataclasses.replace(tiles, programs=10, leap_programs=99, segment_chunks=1)
     arrays = inputs(case, jnp.bfloat16, seed=4)
     arrays["fresh"] = ~arrays["fresh"]
+    if bias is not None:
+        weights = arrays["weights"]
+        weak = jnp.full_like(weights.dt_bias, bias)
+        arrays["weights"] = dataclasses.replace(weights, dt_bias=weak)
     static = {**options(case), "interpret": True, "tiles": tiles}
     compare(case, arrays, "interpret", lambda arrays: kda_prefill_pallas(**arrays, **static))
 
