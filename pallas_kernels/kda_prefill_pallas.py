@@ -32,7 +32,8 @@ from pallas_kernels.kda_prefill_walk_pallas import (
 )
 from pallas_kernels.kda_types import KdaCache, KdaPending, KdaRows, KdaWeights, most_rows
 
-LONG = 16384  # rows from which the walk takes wide strips, on NVIDIA
+SHORT = 1024  # rows, up to which the walk is one segment
+MULTIPROCESSORS = 132  # of an H200
 
 
 @dataclass(frozen=True)
@@ -54,8 +55,10 @@ class PrefillTiles:
     maths: Maths
 
 
-def prefill_tiles(value_dim: int, *, exact: bool, platform: str, length: int = 0) -> PrefillTiles:
-    """Choose the sizes for up to `length` rows a request.
+def prefill_tiles(
+    value_dim: int, *, exact: bool, platform: str, length: int = 0, heads: int = 1
+) -> PrefillTiles:
+    """Choose the sizes for up to `length` rows a request, and `heads` of all requests together.
 
     Chunks of 32 rows share one reference for their decays (`BOUNDED_ROWS`); strips of 64 values
     fill the rows of NVIDIA's matrix instruction.
@@ -68,13 +71,10 @@ def prefill_tiles(value_dim: int, *, exact: bool, platform: str, length: int = 0
     strip = min(value_dim, 64)
     if platform == "cuda":
         # The fewer warps a chunk has, the less they wait for each other: two hold its tiles.
-        native = Maths(native=True)
-        if length >= LONG:
-            # Wider strips read less, and their segments are shorter; but more have to be joined.
-            return PrefillTiles(
-                32, min(value_dim, 128), 8, 2, 8, 3, 132, 264, 12, 64, 64, 8, native
-            )
-        return PrefillTiles(32, strip, 8, 2, 4, 3, 264, 396, 24, 64, 64, 8, native)
+        native, walk_warps = Maths(native=True), 4
+        if length <= SHORT and heads * (value_dim // 16) <= MULTIPROCESSORS:
+            strip, walk_warps = min(value_dim, 16), 2  # else most multiprocessors would be idle
+        return PrefillTiles(32, strip, 8, 2, walk_warps, 3, 264, 396, 24, 16, 64, 8, native)
     # As many registers as a wave of 64 needs; one chunk on its way fits the LDS of a gfx942, the
     # products between segments do not.
     return PrefillTiles(32, strip, 4, 4, 4, 2, 1, 1, 24, 64, 64, 8, Maths(native=False))
@@ -240,6 +240,7 @@ def kda_prefill_pallas(
             exact=rows.qkv.dtype == jnp.float32,
             platform=platform,
             length=rows.qkv.shape[1],
+            heads=rows.qkv.shape[0] * cache.state.shape[1],
         )
         return partial(
             _launches,
