@@ -60,11 +60,12 @@ def fences(steps: Iterable[tuple[Batch, StepOutput]], devices: Sequence[Any]) ->
     XLA allocates its scratch memory in each run of a step, at one address as long as the free
     memory looks the same. So batches and outputs, which come and go between runs, must not be
     allocated from where it was. They go into the smallest gap that holds them: here gaps are made
-    for those of `steps`, as abstract arrays, and what stands between keeps them apart.
+    for those of `steps`, as abstract arrays, and what stands between keeps them apart. A fence is
+    as large as its gap: a smaller one might be put into an older gap elsewhere.
     """
     sizes = gaps(steps)
     made = [
-        [jax.device_put(np.zeros(length, np.uint8), device) for length in (size, SMALLEST)]
+        [jax.device_put(np.zeros(size, np.uint8), device) for _ in range(2)]
         for device in devices
         for size in sizes.elements()
     ]

@@ -60,10 +60,9 @@ def test_every_device_has_gaps_for_all_steps(mesh):
     # The likeliest tokens: of two rows of two requests, and of eight prompt rows of two.
     assert sizes == {256: SMALL_GAPS, 512: 2 * AT_ONCE, 1280: 2 * AT_ONCE}
     held = fences(map(sides_of, STEPS), mesh.local_devices)
-    assert Counter(fence.device for fence in held) == dict.fromkeys(
-        mesh.local_devices, sizes.total()
-    )
-    assert {fence.nbytes for fence in held} == {256}
+    for device in mesh.local_devices:
+        assert Counter(fence.nbytes for fence in held if fence.device == device) == sizes
+    assert {fence.device for fence in held} == set(mesh.local_devices)
 
 
 @pytest.mark.gpu
@@ -73,7 +72,7 @@ def test_memory_of_a_run_keeps_its_address():
     held = fences(map(sides_of, STEPS), [device])
     kept, seen = [], set()
     for run in range(12):
-        scratch = jax.device_put(np.zeros(1 << 20, np.uint8), device)
+        scratch = jax.block_until_ready(jax.device_put(np.zeros(1 << 20, np.uint8), device))
         seen.add(scratch.unsafe_buffer_pointer())
         scratch.delete()
         leaves = jax.tree.leaves(sides_of(STEPS[run % 2]))
