@@ -41,6 +41,12 @@ class GroupedTiles:
     warps: int
     stages: int
 
+    def narrow(self) -> GroupedTiles:
+        """With fewer weights at once, for AMD: more leave a wave of 64 alone on its SIMD."""
+        columns = min(self.columns, 64)
+        turns = self.turns * self.columns // columns
+        return dataclasses.replace(self, inner=min(self.inner, 32), columns=columns, turns=turns)
+
 
 def grouped_tiles(pairs: int, count: int, inner: int, latent: int, *, exact: bool) -> GroupedTiles:
     """Choose tiles for so many pairs of `count` experts; `exact`: float32.
@@ -95,12 +101,12 @@ def _run(z, experts, weights, bank, *, activation, interpret, tiles):
     count = bank.w13.shape[0]
     groups = group_pairs(experts, count, tiles.rows)
     operands = (groups.pairs, groups.expert, in_weights_order(z), weights, bank)
-    run = functools.partial(_launches, activation=activation, interpret=interpret, tiles=tiles)
+    run = functools.partial(_launches, activation=activation, interpret=interpret)
     cuda, portable = decoders(z.dtype, interpret=interpret)
     parts = launch.by_platform(
         *operands,
-        cuda=functools.partial(run, decoder=cuda),
-        portable=functools.partial(run, decoder=portable),
+        cuda=functools.partial(run, decoder=cuda, tiles=tiles),
+        portable=functools.partial(run, decoder=portable, tiles=tiles.narrow()),
         interpret=interpret,
     )
     return sum_choices(parts, experts, count)
