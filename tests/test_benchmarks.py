@@ -13,6 +13,7 @@ from commands import command, last_line
 
 from benchmarks import (
     acceptance,
+    agreement,
     decode,
     dispatch,
     kernels,
@@ -22,6 +23,7 @@ from benchmarks import (
     timing,
 )
 from benchmarks.progress import Progress
+from k3jax.lm import load
 from k3jax.parallel import make_mesh
 from k3jax.params import packed_shapes
 from pallas_kernels import attn_res, route
@@ -350,6 +352,29 @@ def test_layers_of_a_rank_are_served_like_a_model(monkeypatch, capsys):
     [result] = record["results"]
     assert result["tokens_per_step"] == 1
     assert result["tokens_per_second"] > 0
+
+
+def test_paths_that_differ_in_a_token_go_on_alike(monkeypatch):
+    """What is compared has the same tokens before it, and closeness is the stock path's."""
+    stock = load("checkpoints/k3-tiny", dtype="float32", decode_backend="stock", max_context=64)
+    prompt = [5, 6, 7, 8]
+    said = stock.generate(prompt, max_tokens=8, temperature=0.0, ignore_eos=True)
+
+    class Contrary:
+        def generate(self, ids, **wishes):
+            tokens = stock.generate(ids, **wishes)
+            return [tokens[0], 1 + tokens[1], *tokens[2:]] if len(ids) < 7 else tokens
+
+    found = list(agreement.differences(stock, Contrary(), [prompt], 8))
+    assert [(each.place, each.stock, each.specialized) for each in found] == [
+        (place, said[place], 1 + said[place]) for place in (1, 3)
+    ]
+    first, second = np.sort(stock.logits([*prompt, said[0]])[-1])[[-1, -2]]
+    exponent = np.frexp(first)[1]
+    assert found[0].logits == pytest.approx((first - second) / 2.0 ** (exponent - 8), rel=1e-4)
+    assert all(each.router > 0 for each in found)
+    assert agreement.places(2.0**-8, 1.5) == 0.5
+    assert agreement.places(2.0**-6, -4.1) == 0.5
 
 
 @pytest.mark.parametrize("script", kernels.PEERS)
