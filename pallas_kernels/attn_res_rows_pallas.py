@@ -7,7 +7,6 @@ its score is (online softmax), while the next one is under way.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable
 
@@ -19,18 +18,10 @@ from jax.experimental import pallas as pl
 from pallas_kernels import launch
 
 ROWS_NAME = "attn_res_rows"
-
-
-@dataclasses.dataclass(frozen=True)
-class AttnResRowsTiles:
-    """Columns loaded at once (7168 is no power of two), warps of 32 lanes.
-
-    With 8 warps a thread has 28 columns of each vector and 128 registers, so that two programs
-    share a multiprocessor and one loads while the other one adds up.
-    """
-
-    piece: int = 1024
-    warps: int = 8
+# With 8 warps of 32 lanes a thread has 28 columns of each vector and 128 registers, so that two
+# programs share a multiprocessor and one loads while the other one adds up.
+PIECE = 1024  # columns loaded at once: 7168 is no power of two
+WARPS = 8
 
 
 def attn_res_rows_pallas(
@@ -44,17 +35,15 @@ def attn_res_rows_pallas(
     delta: jax.Array | None,
     eps: float,
     interpret: bool,
-    tiles: AttnResRowsTiles | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """See `pallas_kernels.attn_res`."""
-    tiles = tiles or AttnResRowsTiles()
     query = query_norm.astype(jnp.float32) * query_proj.astype(jnp.float32)
     operands = [count.reshape(1), blocks, part, query, norm]
     operands += [] if delta is None else [delta]
 
     def run(*operands, warps, multiply_add):
         return launch.launch(
-            functools.partial(_rows_kernel, piece=tiles.piece, multiply_add=multiply_add, eps=eps),
+            functools.partial(_rows_kernel, multiply_add=multiply_add, eps=eps),
             *operands,
             name=ROWS_NAME,
             grid=part.shape[:1],
@@ -65,9 +54,9 @@ def attn_res_rows_pallas(
 
     return launch.by_platform(
         *operands,
-        cuda=functools.partial(run, warps=tiles.warps, multiply_add=launch.multiply_add),
+        cuda=functools.partial(run, warps=WARPS, multiply_add=launch.multiply_add),
         portable=functools.partial(  # warps of 64 lanes
-            run, warps=tiles.warps // 2, multiply_add=lambda one, other, add: one * other + add
+            run, warps=WARPS // 2, multiply_add=lambda one, other, add: one * other + add
         ),
         interpret=interpret,
     )
@@ -80,14 +69,13 @@ def _rows_kernel(
     query_ref,  # f32[D]
     norm_ref,  # [D]
     *refs,  # delta [W, D] if given; out: normed [W, D], part [W, D]
-    piece: int,
     multiply_add: Callable[[jax.Array, jax.Array, jax.Array], jax.Array],
     eps: float,
 ):
     normed_ref, new_part_ref = refs[-2:]
     block_count, _, depth = blocks_ref.shape
     row, count = pl.program_id(0), jnp.minimum(count_ref[0], block_count)
-    piece = min(piece, pl.next_power_of_2(depth))
+    piece = min(PIECE, pl.next_power_of_2(depth))
     places = [start + jnp.arange(piece, dtype=jnp.int32) for start in range(0, depth, piece)]
     inside = [None if depth % piece == 0 else at < depth for at in places]
 
