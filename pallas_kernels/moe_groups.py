@@ -35,7 +35,7 @@ def group_pairs(experts: jax.Array, count: int, tile: int) -> Groups:
     known = jnp.minimum(expert, count - 1)
     first = ends[known] - loads[known] + (index - tile_ends[known] + tiles[known]) * tile
     at = first[:, None] + jnp.arange(tile, dtype=jnp.int32)[None]
-    live = (at < ends[known][:, None]) & (expert < count)[:, None]
+    live = at < ends[known][:, None]  # nowhere in tiles from `used` on, which lie behind the last
     return Groups(jnp.where(live, order[jnp.where(live, at, 0)], ids.size), expert, tile_ends[-1])
 
 
