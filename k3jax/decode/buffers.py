@@ -39,6 +39,11 @@ class StepBuffers:
         copy = jax.jit(_copy_output, out_shardings=_shardings(output))
         self._copy = copy.lower(output).compile()
 
+    @property
+    def sides(self) -> tuple[Batch, StepOutput]:
+        """The places of both, whatever stands there."""
+        return self._batch, self._output
+
     def put(self, batch: Batch) -> Batch:
         """The batch on the device; what the step before was given is overwritten."""
         self._batch = self._put(self._batch, batch)
@@ -60,8 +65,8 @@ def fences(steps: Iterable[tuple[Batch, StepOutput]], devices: Sequence[Any]) ->
     XLA allocates its scratch memory in each run of a step, at one address as long as the free
     memory looks the same. So batches and outputs, which come and go between runs, must not be
     allocated from where it was. They go into the smallest gap that holds them: here gaps are made
-    for those of `steps`, as abstract arrays, and what stands between keeps them apart. A fence is
-    as large as its gap: a smaller one might be put into an older gap elsewhere.
+    for those of `steps`, arrays or abstract ones, and what stands between keeps them apart. A fence
+    is as large as its gap: a smaller one might be put into an older gap elsewhere.
     """
     sizes = gaps(steps)
     made = [

@@ -104,7 +104,7 @@ class Executor:
         self.prepare_kv(self.make_cache(self.sizes))
         self._admit = self._compile_admit()
         self._pool = self._make_pool()
-        sides = (self._host_side(step, self.sizes) for step in self.steps)
+        sides = (buffers.sides for _, buffers in self._compiled.values())
         self._fences = fences(sides, mesh.local_devices)
 
     @property
